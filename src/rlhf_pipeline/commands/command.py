@@ -4,7 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,15 @@ from kedro.framework.project import LOGGING, pipelines
 from kedro.framework.startup import ProjectMetadata
 from kedro.pipeline import Pipeline
 
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
+    from kedro.framework.session import KedroSession
     from rich.console import Console
     from rich.table import Table
+
+    from rlhf_pipeline.kedro_run.artifacts import Ledger
 
 CONFIGURATION: tuple[click.Parameter, ...] = (
     click.Option(["--env", "-e"], help="Kedro configuration environment, a folder of conf/."),
@@ -101,6 +105,24 @@ class Command(click.Command):
                 given["ledger"] = Ledger(given["catalog"], given["project"])
             ctx.params |= {name: given[name] for name in self._named & given.keys()}
             return super().invoke(ctx)
+
+
+@contextmanager
+def opened(
+    project: Path, configuration: Mapping[str, Any], params: Mapping[str, Any]
+) -> Iterator[tuple["KedroSession", "Ledger"]]:
+    """A session of a command's configuration with further parameters, and its ledger."""
+    from kedro.framework.session import KedroSession
+    from omegaconf import OmegaConf
+
+    from rlhf_pipeline.kedro_run.artifacts import Ledger
+
+    changes = OmegaConf.create()
+    for name, value in [*leaves(configuration["runtime_params"]), *leaves(params)]:
+        OmegaConf.update(changes, name, value)
+    options = {**configuration, "runtime_params": OmegaConf.to_container(changes)}
+    with KedroSession.create(project, **options) as session:
+        yield session, Ledger(session.load_context().catalog, project)
 
 
 def enter(project: Path) -> None:

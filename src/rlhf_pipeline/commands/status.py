@@ -28,6 +28,7 @@ from rlhf_pipeline.errors import PipelineError, as_typed, without_secrets
 from rlhf_pipeline.kedro_run.checks import before_run
 from rlhf_pipeline.kedro_run.hooks import run_context
 from rlhf_pipeline.pipelines.table import PASSES_ON, RUN, kinds_of_results, stage_specs
+from rlhf_pipeline.runtime.certificates import certificate_of
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
@@ -144,6 +145,10 @@ def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
     if planned.state == "resume":
         # A run checks the bytes; if they are damaged it resumes from an earlier checkpoint.
         details.insert(0, f"from step {run.resume_from}")
+    ranks = int(run.recipe.get("processes", 1))
+    workspace = run.directory.parents[1]
+    if found := certificate_of(workspace, run.stage, run.config, run.versions, ranks):
+        details += [f"{what}: {found.words(what)}" for what in found.tries]
     return Row(run.title, planned.state, run.fingerprint[:8], "; ".join(details))
 
 

@@ -1,7 +1,7 @@
 """The runs of a study: recipes and their budget, their evaluations, and those of the baselines."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
-from omegaconf import OmegaConf
 from pydantic import Field
 
+from rlhf_pipeline.commands.command import opened
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.config.block import Block, leaves, validated
 from rlhf_pipeline.config.ppo import PPOConfig
@@ -124,16 +124,11 @@ class Runs:
     pilots: dict[str, Cost] = field(default_factory=dict)
     """What recipes took with their own parameters and the first seed, by name."""
 
-    @contextmanager
-    def session(self, params: Mapping[str, Any]) -> Iterator[tuple[KedroSession, Ledger]]:
+    def session(
+        self, params: Mapping[str, Any]
+    ) -> AbstractContextManager[tuple[KedroSession, Ledger]]:
         """A session with further parameters, and the ledger of its project."""
-        given = self.configuration["runtime_params"]
-        changes = OmegaConf.create()
-        for name, value in [*leaves(given), *leaves(params)]:
-            OmegaConf.update(changes, name, value)
-        options = {**self.configuration, "runtime_params": OmegaConf.to_container(changes)}
-        with KedroSession.create(self.project, **options) as session:
-            yield session, Ledger(session.load_context().catalog, self.project)
+        return opened(self.project, self.configuration, params)
 
     def of_seed(self, recipe: Recipe, seed: int) -> dict[str, Any]:
         """The parameters of a run."""

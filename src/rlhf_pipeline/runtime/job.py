@@ -23,6 +23,8 @@ from rlhf_pipeline.runtime.manifest import FileEntry, file_digest, folder_digest
 
 logger = logging.getLogger(__name__)
 SEAL = "seal.json"
+LAST_SEAL = "last_checkpoint.json"
+"""The seal of the last checkpoint of a finished training, which has no checkpoints any more."""
 JUDGE_REPLIES = "judge_replies"
 """Folder of the workspace with all replies of chat models. Its time is that of the last use."""
 DRY_RUNS = ".dry_runs"

@@ -8,13 +8,14 @@
 
 import logging
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import force_to_disk
-from rlhf_pipeline.runtime.job import list_checkpoints, newest_valid_step
+from rlhf_pipeline.runtime.job import LAST_SEAL, SEAL, list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.workspace import (
@@ -136,7 +137,11 @@ def _finished(run: StageRun) -> Path | None:
 
 def _forget_training(job: Job, checkpoints: Path) -> None:
     """Remove what a finished stage needed to resume, and the best model, of which the export is a
-    copy. The best models stay if `keep_best` asks for several."""
+    copy. The best models stay if `keep_best` asks for several. The seal of the last checkpoint
+    stays: `kedro rlhf prove` compares it."""
+    for last in list_checkpoints(checkpoints)[-1:]:
+        with suppress(OSError):  # the stage is finished without it
+            shutil.copy(last / SEAL, checkpoints.with_name(LAST_SEAL))
     if any(getattr(block, "keep_best", 1) > 1 for block in job.config.values()):
         for checkpoint in list_checkpoints(checkpoints):
             shutil.rmtree(checkpoint)

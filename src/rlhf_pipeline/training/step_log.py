@@ -2,10 +2,15 @@
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.world import World
@@ -62,6 +67,11 @@ class StepLog:
         start = time.monotonic()
         yield
         self.metrics[name] = time.monotonic() - start
+
+    def saw(self, **read: np.ndarray | Tensor) -> None:
+        """Note what the first rank read and sampled, as CRC-32: `kedro rlhf prove` compares it."""
+        arrays = {name: np.asarray(torch.as_tensor(each).cpu()) for name, each in read.items()}
+        self.further["saw"] = {name: zlib.crc32(each.tobytes()) for name, each in arrays.items()}
 
     def write(self, *, due: bool) -> None:
         self.metrics["time/step_s"] = time.monotonic() - self._start

@@ -155,6 +155,7 @@ def train(
     for step in range(done + 1, steps + 1):
         heartbeat.begin_phase("update", step)
         log = StepLog(step, guard)
+        log.saw(rows=step_rows(training.num_rows, config.batch_size, step - 1, job.seed))
         log.add(train_step(setup, step))
         checkpoints.known.setdefault("loss", log.metrics[f"{task.name}/loss"])
         if step in evaluated:
