@@ -38,6 +38,7 @@ NOT_RUN = {
     "kedro rlhf params": "tests/commands/test_params.py",
     "kedro rlhf plan": "tests/commands/test_plan.py and test_check.py",
     "kedro rlhf preset": "writes an environment; tests/commands/test_preset.py",
+    "kedro rlhf prove": "trains several times; tests/commands/test_prove.py",
     "kedro rlhf serve": "serves until Ctrl-C; tests/commands/test_serve.py",
     "kedro rlhf status --env=tiny --params='ppo.rewards": "needs a file; tests/test_tutorials.py",
     "kedro rlhf status --env=tiny --pipeline=grpo": "needs a block; tests/test_tutorials.py",
