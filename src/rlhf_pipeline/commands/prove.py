@@ -21,7 +21,7 @@ from rlhf_pipeline.commands.command import Command, opened, pipeline_option, pla
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.certificates import Certificate, Property
@@ -35,6 +35,8 @@ PREPARED = ("source", "base_model", "split", "reward_base", "critic_base", "teac
 ROUNDING = 1e-5
 """Relative difference below which two numbers may be sums of the same numbers in another order."""
 LOG = "prove.log"
+TRIES = 10
+"""Kills of one stage that may come too late."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def prove(
         table.add_row(stage, *(certificate.words(each) for each in wanted))
     console.print(table)
     if differing := [line for each in found.values() for line in each.differences()]:
-        raise StageError("\n".join(differing))
+        raise StageError("\n".join([*differing, f"The trainings are in {proof.root}"]))
+    shutil.rmtree(proof.root)
 
 
 class Proof:
@@ -108,6 +111,10 @@ class Proof:
         trained = [n for n in nodes if n in specs and ".training." in specs[n].program]
         self._blocks = {n: load(f"params:{n}") for n in trained}
         self._stages = [name for name in trained if self._blocks[name] is not None]
+        if "split" not in nodes or not self._stages:
+            raise ConfigError(
+                f"--pipeline: found {pipeline}, expected one that prepares data and trains. Fix: full"
+            )
         self.root = ledger.workspace.parent / "prove"
         self._workspace = self.root / ledger.workspace.name
         shutil.rmtree(self.root, ignore_errors=True)
@@ -127,7 +134,7 @@ class Proof:
 
     def resumed(self, stage: str, first: Observed) -> tuple[int, Observed]:
         """Train a stage, kill it at a random instant, and resume it: the last step before."""
-        while True:
+        for _ in range(TRIES):
             shutil.rmtree(self._workspace / stage)
             after = random.randrange(1, len(first.steps))
             driver = self._start(stage)
@@ -142,6 +149,7 @@ class Proof:
                 step = self._written(stage)
                 self._train(stage)
                 return step, self._observed(stage)
+        raise StageError(f"prove: {stage} ended before {TRIES} kills. Fix: more --steps")
 
     def repeated(self, stage: str) -> Observed:
         """Train a stage again from its start."""

@@ -2,7 +2,8 @@
 
 One JSON object a line: {"step", "total_steps", "time", "metrics"}. Steps count from 1; step 0 is
 before training. Time is in seconds since 1970, metrics maps `group/name` to a number. Some lines
-have "answers", sampled ones with step, prompt and scores, or "note", a sentence for the user.
+have "answers", sampled ones with step, prompt and scores, or "note", a sentence for the user, or
+"saw", digests of the rows that the first rank read and the answers that it sampled.
 """
 
 import json
