@@ -35,6 +35,7 @@ FAULTS = [
     ("split.held_back", 0.5, "split.held_back: found 0.5, expected none, for a run sets it. Fix: "
      "set evaluate.judge_model.held_back"),
     ("seed", -1, "seed: found -1, expected a whole number >= 0"),
+    ("policy_seed", 1.5, "policy_seed: found 1.5, expected a whole number >= 0"),
     ("split.sources", [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],
      "split.sources.1: 'files' contains plain text, expected examples. Fix: list it in "
      "split.pretraining.sources"),

@@ -81,7 +81,12 @@ def said_before(loader, caplog):
     def said_before(nodes, **changes):
         blocks = check_values(loader["parameters"] | changes)
         entries = {f"params:{name}": block for name, block in blocks.items()}
-        entries |= {"workspace": "nowhere", "params:seed": 1, "parameters": {}}
+        entries |= {
+            "workspace": "nowhere",
+            "params:seed": 1,
+            "params:policy_seed": 1,
+            "parameters": {},
+        }
         catalog = DataCatalog({name: MemoryDataset(value) for name, value in entries.items()})
         catalog[CONF] = MemoryDataset(loader, copy_mode="assign")
         catalog["store"] = StoreDataset(url=None)

@@ -18,6 +18,8 @@ from rlhf_pipeline.sizing.fit import changed
 REWARDS = "def f(prompts, responses): ..."
 ROW = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
+SEEDS = {"seed": 5, "policy_seed": 5}
+
 
 @pytest.fixture
 def blocks(parameters, tmp_path, monkeypatch):
@@ -93,7 +95,7 @@ def test_a_change_is_found_in_the_lineage_of_each_input(
 ):
     expected = {"sft_model": of_sft, "rejection_model": of_policy}
     given = blocks(**places)
-    assert changes_since(published, given, 5) == {
+    assert changes_since(published, given, SEEDS) == {
         name: changes for name, changes in expected.items() if changes
     }
 
@@ -104,27 +106,31 @@ def test_another_start_of_the_reward_model_is_named_by_its_own_parameter(blocks,
     base = made["reward_model"].base_model
     config, inputs = as_json({"base_model": base}), base_model_identity(base)
     write(tmp_path, {"stage": "reward_base", "config": config, "inputs": inputs}, {})
-    assert changes_since({"reward_model": tmp_path}, made, 5) == {}
+    assert changes_since({"reward_model": tmp_path}, made, SEEDS) == {}
     shutil.copytree("model", "other")
     given = blocks(**own | {"reward_model.base_model": {"path": "other"}})
-    assert changes_since({"reward_model": tmp_path}, given, 5) == {
+    assert changes_since({"reward_model": tmp_path}, given, SEEDS) == {
         "reward_model": ["reward_model.base_model.path model -> other"]
     }
 
 
 def test_the_seed_and_the_bytes_of_files_count(blocks, published):
-    assert [*changes_since(published, blocks(), 6).values()] == [["seed 5 -> 6"]] * 2
+    other = dict.fromkeys(SEEDS, 6)
+    assert changes_since(published, blocks(), other) == {
+        "sft_model": ["seed 5 -> 6"],
+        "rejection_model": ["policy_seed 5 -> 6"],
+    }
     Path("model", "note").write_text("a")
-    assert [*changes_since(published, blocks(), 5).values()] == [["input bytes changed"]] * 2
+    assert [*changes_since(published, blocks(), SEEDS).values()] == [["input bytes changed"]] * 2
     Path("model", "note").unlink()
     Path("rewards.py").write_text(REWARDS + " # changed")
     changed = {"rejection_model": ["input rewards.0 changed"]}
-    assert changes_since(published, blocks(), 5) == changed
+    assert changes_since(published, blocks(), SEEDS) == changed
     Path("rewards.py").write_text(REWARDS)
     Path("rows", "a.jsonl").rename("other.jsonl")
     (moved,) = blocks()["split"].sources
     sources = [moved.model_copy(update={"path": "other.jsonl"}).model_dump(mode="json")]
-    found = changes_since(published, blocks(**{"split.sources": sources}), 5)
+    found = changes_since(published, blocks(**{"split.sources": sources}), SEEDS)
     assert found.keys() == published.keys()
     assert found["sft_model"][-1] == "source files other.jsonl is new"
 
@@ -135,7 +141,7 @@ def test_files_of_a_source_that_came_or_went_count_and_each_is_read_once(
     """The source of the published split recorded all files that its glob found."""
     first, other = Path("rows", "a.jsonl"), Path("rows", "b.jsonl")
     other.write_text(json.dumps(ROW))
-    assert [*changes_since(published, blocks(), 5).values()] == [["input b.jsonl is new"]] * 2
+    assert [*changes_since(published, blocks(), SEEDS).values()] == [["input b.jsonl is new"]] * 2
     first.rename(other)
     renamed = ["input a.jsonl is gone", "input b.jsonl is new"]
     given, opened, read = blocks(), [], Path.open
@@ -145,11 +151,11 @@ def test_files_of_a_source_that_came_or_went_count_and_each_is_read_once(
         return read(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", counted)
-    assert [*changes_since(published, given, 5).values()] == [renamed] * 2
+    assert [*changes_since(published, given, SEEDS).values()] == [renamed] * 2
     assert opened.count("b.jsonl") == 1
 
 
 def test_a_source_whose_files_are_all_gone_is_left_to_the_published_split(blocks, published):
     given = blocks()
     Path("rows", "a.jsonl").unlink()
-    assert changes_since(published, given, 5) == {}
+    assert changes_since(published, given, SEEDS) == {}
