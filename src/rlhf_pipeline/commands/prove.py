@@ -113,7 +113,8 @@ class Proof:
         self._stages = [name for name in trained if self._blocks[name] is not None]
         if "split" not in nodes or not self._stages:
             raise ConfigError(
-                f"--pipeline: found {pipeline}, expected one that prepares data and trains. Fix: full"
+                f"--pipeline: found {pipeline}, expected one that prepares data and trains. Fix: "
+                "choose full"
             )
         self.root = ledger.workspace.parent / "prove"
         self._workspace = self.root / ledger.workspace.name
