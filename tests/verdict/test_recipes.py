@@ -110,6 +110,8 @@ def test_intervals_of_several_pairs_are_wider():
     rng = np.random.default_rng(6)
     given = {name: outcomes(rng, 3, 0.02, 0.5) for name in "abc"}
     (alone,) = pairs_of({name: given[name] for name in "ab"}, same_prompts=True)
+    (only, _) = pairs_of(given, same_prompts=True, baselines="bc")
+    assert (only.first, only.second) == ("a", "b")
     first, *others = pairs_of(given, same_prompts=True)
     assert [(p.first, p.second) for p in (first, *others)] == [("a", "b"), ("a", "c"), ("b", "c")]
     assert first.difference.mean == alone.difference.mean

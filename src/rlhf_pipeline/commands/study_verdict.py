@@ -102,7 +102,8 @@ def study_verdict(
         row["between_sd"] = sqrt(found_rate.between)
         row["prompts_error"] = sqrt(found_rate.rest / len(own) + found_rate.prompts)
         row["better"] = estimate(own, same_prompts=same_prompts, alpha=alpha).lower > 0.5
-    pairs = pairs_of(outcomes, same_prompts=same_prompts)
+    baselines = [row["name"] for row in rows if row["pipeline"] is None]
+    pairs = pairs_of(outcomes, same_prompts=same_prompts, baselines=baselines)
     means = {row["name"]: row["rate"].mean for row in rows}
     return {
         "judge": judge,

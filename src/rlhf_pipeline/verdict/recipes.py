@@ -5,7 +5,7 @@ seed and a column for each prompt: how often the policy of that seed beats the b
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import NormalDist
@@ -127,12 +127,15 @@ class Pair:
         return self.second if self.difference.upper < 0 else None
 
 
-def pairs_of(recipes: Mapping[str, Outcomes], *, same_prompts: bool) -> list[Pair]:
-    """All pairs of recipes. Their intervals together miss in 5% of studies at most (Bonferroni).
+def pairs_of(
+    recipes: Mapping[str, Outcomes], *, same_prompts: bool, baselines: Collection[str] = ()
+) -> list[Pair]:
+    """All pairs of recipes, but for those of two baselines. Their intervals together miss in 5% of
+    studies at most (Bonferroni).
 
     The recipes have equal seeds and, seed by seed, equal prompts.
     """
-    chosen = [*combinations(recipes, 2)]
+    chosen = [pair for pair in combinations(recipes, 2) if not {*pair} <= {*baselines}]
 
     def difference(first: str, second: str) -> Estimate:
         both = zip(recipes[first], recipes[second], strict=True)
