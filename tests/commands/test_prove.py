@@ -40,7 +40,7 @@ def changed(saw=None, loss=0.5):
     [
         (changed({"rows": 9}), "step 2: other rows: the order of the data is not restored"),
         (changed({"samples": 9}), "step 2: other answers to the same prompts: random draws or"),
-        (changed(loss=0.6), "step 2: loss is 0.5 and 0.6, 16.7% apart: no rounding"),
+        (changed(loss=0.6), "step 2: loss is 0.5 and 0.6, 16.7% apart: no rounding, so weights"),
         (changed(loss=0.5 + 1e-8), "apart, as by rounding: sums in another order. On GPUs, launch"),
         (STEPS[:1], "found 2 and 1 lines of metrics"),
     ],

@@ -256,7 +256,7 @@ def _size(one: float, other: float | None) -> str:
         return ""
     relative = abs(one - other) / max(abs(one), abs(other), 1e-30)
     if relative > ROUNDING:
-        return f", {relative:.1%} apart: no rounding"
+        return f", {relative:.1%} apart: no rounding, so weights or states before it differ"
     return (
         f", {relative:.0e} apart, as by rounding: sums in another order. On GPUs, "
         "launch.deterministic=true makes them repeat"
