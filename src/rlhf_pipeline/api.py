@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kedro.utils import find_kedro_project
-from omegaconf import OmegaConf
 
-from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import CHAMPION, JUDGE_MODEL
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.kedro_run.explain import explained_errors
@@ -137,20 +135,16 @@ def _opened(
         raise ConfigError(
             f"project: found no project in {folder} or above it. Fix: pass the folder of yours"
         )
-    changes = OmegaConf.create()
-    for name, value in leaves(params or {}):
-        OmegaConf.update(changes, name, value)
-    changed = OmegaConf.to_container(changes)
+    given = {"env": env, "conf_source": None, "runtime_params": params or {}}
     with chdir(found), explained_errors(show_traceback=False):
         # Kedro reads the project's logging where it is first imported.
-        from kedro.framework.session import KedroSession
         from kedro.framework.startup import bootstrap_project
 
-        from rlhf_pipeline.kedro_run.artifacts import Ledger
+        from rlhf_pipeline.commands.command import opened
 
         bootstrap_project(found)
-        with KedroSession.create(found, env=env, runtime_params=changed) as session:
-            yield session, Ledger(session.load_context().catalog, found)
+        with opened(found, given, {}) as both:
+            yield both
 
 
 def _results(ledger: "Ledger", version: str, published: Iterable[Path]) -> RunResults:
