@@ -72,6 +72,6 @@ def test_a_study_resumes_compares_and_registers_the_median(project, tmp_path):
     ]  # fmt: skip
     assert len(children) == 2 and study.info.status == "FINISHED"
     assert study.data.metrics["rate/gentle"] == pytest.approx(rows["gentle"]["rate"]["mean"])
-    version = project.client().get_model_version_by_alias("rlhf-policy", "candidate")
+    version = project.client().get_model_version_by_alias("rlhf-policy-tiny", "candidate")
     run = project.client().get_run(version.run_id)
     assert run.data.params["seed"] == min(rates, key=rates.get)  # of two, the lower one

@@ -214,7 +214,7 @@ ALL = [
     *"reward_model sample judge_split judge_model".split(),
     *"ppo grpo distill dpo kto rejection iterative_dpo".split(),
     *"tasks evaluate evaluate_grpo evaluate_distill evaluate_dpo evaluate_kto".split(),
-    *"evaluate_rejection evaluate_iterative_dpo evaluate_champion".split(),
+    *"evaluate_rejection evaluate_iterative_dpo evaluate_champion evaluate_untouched".split(),
 ]
 
 
