@@ -17,7 +17,7 @@ from rlhf_pipeline.verdict.charts import ON_PROMPTS, OTHERS
 PROJECT = Path(__file__).parents[1]
 EXTERNAL = {
     "arxiv.org", "filesystem-spec.readthedocs.io", "github.com", "kedro.org", "keepachangelog.com",
-    "mlflow.org",
+    "in-toto.io", "mlflow.org",
 }  # fmt: skip
 """Hosts that pages link to. The tests do not fetch them: check such a link when you add it."""
 
