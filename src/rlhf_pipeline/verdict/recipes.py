@@ -19,7 +19,7 @@ Outcomes = Sequence[Sequence[float]]
 """Outcomes in [0, 1], (seeds, prompts). Where each seed has other prompts, rows may differ in
 length."""
 SHARED = 0.2
-"""The constant in c of `estimate`."""
+"""The constant in c of `estimate` for the rate of one recipe."""
 MOST_SEEDS = 200
 """Where more seeds would be needed, other prompts are the better advice."""
 POWER = 0.8
@@ -54,7 +54,9 @@ class Estimate:
     """Variance of the mean because the prompts, which all seeds share, are a sample."""
 
 
-def estimate(outcomes: Outcomes, *, same_prompts: bool, alpha: float = ALPHA) -> Estimate:
+def estimate(
+    outcomes: Outcomes, *, same_prompts: bool, alpha: float = ALPHA, shared: float = SHARED
+) -> Estimate:
     """The mean of a recipe over its seeds and prompts.
 
         y = m + a_seed + b_prompt + e       all seeds answer the same prompts
@@ -62,10 +64,10 @@ def estimate(outcomes: Outcomes, *, same_prompts: bool, alpha: float = ALPHA) ->
 
     M: mean squares of seeds, prompts and the rest in the analysis of variance; t_S, t_P: quantiles
     of Student's t with S - 1 and P - 1 degrees of freedom. Half widths of independent sources add
-    up like standard errors (Howe, JASA 69, 1974). With c = 0 three seeds would cover more than
-    97% where prompts differ much; with c = 0.2 max(0, 1 - M_e / M_b) all cover 94 to 97%, see
-    `benchmarks/coverage.py`. With other prompts for each seed, the interval is Student's t of
-    the seeds' means; with one seed, that of its prompts.
+    up like standard errors (Howe, JASA 69, 1974). With c = 0, three seeds cover the mean in more
+    than 97% where prompts differ much; with c = 0.2 max(0, 1 - M_e / M_b) in 94 to 97%, see
+    `benchmarks/coverage.py`. `shared` is the 0.2. With other prompts for each seed, the interval
+    is Student's t of the seeds' means; with one seed, that of its prompts.
 
     Raises ValueError without a seed, or with fewer than two prompts.
     """
@@ -89,7 +91,7 @@ def estimate(outcomes: Outcomes, *, same_prompts: bool, alpha: float = ALPHA) ->
         m_seeds = prompts * float(means.var(ddof=1))
         m_rest = float(((table - means[:, None] - of_prompts) ** 2).sum())
         m_rest /= (seeds - 1) * (prompts - 1)
-        moved = SHARED * max(0.0, 1 - m_rest / m_prompts) * m_rest if m_prompts else 0.0
+        moved = shared * max(0.0, 1 - m_rest / m_prompts) * m_rest if m_prompts else 0.0
         square = _t(seeds - 1, alpha) ** 2 * max(0.0, m_seeds - moved)
         square += _t(prompts - 1, alpha) ** 2 * max(moved, m_prompts - m_rest + moved)
     half_width = math.sqrt(square / (seeds * prompts))
@@ -133,14 +135,16 @@ def pairs_of(
     """All pairs of recipes, but for those of two baselines. Their intervals together miss in 5% of
     studies at most (Bonferroni).
 
-    The recipes have equal seeds and, seed by seed, equal prompts.
+    The recipes have equal seeds and, seed by seed, equal prompts. Prompts hardly matter to the
+    difference of two recipes, so nothing is taken from the seeds' part: c is 0 in `estimate`.
     """
     chosen = [pair for pair in combinations(recipes, 2) if not {*pair} <= {*baselines}]
 
     def difference(first: str, second: str) -> Estimate:
         both = zip(recipes[first], recipes[second], strict=True)
         rows = [np.subtract(ours, theirs).tolist() for ours, theirs in both]
-        return estimate(rows, same_prompts=same_prompts, alpha=ALPHA / len(chosen))
+        alpha = ALPHA / len(chosen)
+        return estimate(rows, same_prompts=same_prompts, alpha=alpha, shared=0.0)
 
     return [Pair(*names, difference(*names)) for names in chosen]
 
