@@ -56,7 +56,8 @@ def test_a_study_resumes_compares_and_registers_the_median(project, tmp_path):
     (file,) = (project.root / "08_reporting" / "study").glob("*/study.json")
     found = json.loads(file.read_text())
     rows = {row["name"]: row for row in found["rows"]}
-    assert {"gentle", "the untouched model"} < rows.keys() and len(rows) == 4
+    assert {"gentle", "SFT", "the untouched model"} < rows.keys() and len(rows) == 5
+    assert rows["SFT"]["rate"]["mean"] == 0.5
     rates = rows["gentle"]["rates"]
     assert [*rates] == ["1", "2"]
     assert found["conclusion"] in re.sub(r"\s+", " ", output)

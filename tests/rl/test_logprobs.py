@@ -255,6 +255,15 @@ def test_divergence_of_two_distributions(beta: float, expected: float):
     torch.testing.assert_close(found, torch.tensor([expected]), rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_equal_distributions_have_no_divergence_and_no_gradient(beta: float):
+    logits = torch.randn(2, 3, 7).requires_grad_()
+    found = compared(logits, logits.detach() + 5, beta)
+    found.sum().backward()
+    torch.testing.assert_close(found, torch.zeros(2, 3), atol=1e-6, rtol=0.0)
+    torch.testing.assert_close(logits.grad, torch.zeros(2, 3, 7), atol=1e-6, rtol=0.0)
+
+
 @pytest.mark.parametrize("count", [None, 1, 4])
 @pytest.mark.parametrize("beta", BETAS)
 def test_values_and_gradients_are_those_of_the_plain_form(beta: float, count: int | None):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from ppo_runs import ppo_config
+from ppo_runs import ppo_config, run_ppo
 from transformers import GenerationMixin
 
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -42,6 +42,16 @@ class FixedGenerator:
 @pytest.fixture
 def generator(ppo_inputs):
     return FixedGenerator(TokenContract.read(ppo_inputs["sft_model"]))
+
+
+def test_the_first_values_have_the_mean_of_the_first_scores(generator, ppo_inputs, world, tmp_path):
+    """Whatever the mean of the reward model's scalars within a response is."""
+    generator.responses = ([20], [21])  # of equal length, so a mean over tokens is one over rows
+    config = ppo_config(steps=1, evaluations=1, maximum_logprob_gap=None)
+    run = run_ppo(config, ppo_inputs, world, tmp_path, generator=generator)
+    line = run.lines[0]
+    assert line["value/mean"] == pytest.approx(line["objective/shaped_score"], abs=1e-6)
+    assert abs(run.setup.models.critic.module.offset) > 1e-3
 
 
 def numbers(run, *but):

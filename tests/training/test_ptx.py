@@ -13,6 +13,7 @@ from training.by_hand import Descent, token_logprobs
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import load_rows, micro_batches
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
@@ -134,6 +135,21 @@ def test_the_n_th_update_of_a_run_takes_the_n_th_batch(inputs, world):
     assert sorted(one_pass) == sorted(block[1:] for block in BLOCKS)
 
 
+def test_all_tokens_of_a_block_but_the_first_are_predicted(inputs, world):
+    batch = text(inputs, world).batch(0)
+    both = zip(batch.prompt_ids.tolist(), batch.response_ids.tolist(), strict=True)
+    assert sorted(prompt + ids for prompt, ids in both) == sorted(BLOCKS)
+    assert batch.prompt_mask.all() and batch.action_mask.all()
+    assert batch.response_ids.shape == (6, 7)
+
+
+def test_ranks_divide_a_batch(inputs, world):
+    whole = text(inputs, world).batch(3).response_ids
+    for rank in range(2):
+        own = replace(text(inputs, world), world=World(rank, 2, torch.device("cpu")))
+        assert own.batch(3).response_ids.tolist() == whole[rank::2].tolist()
+
+
 def test_updates_that_are_skipped_skip_their_batches(inputs, world, tmp_path, monkeypatch):
     taken, batch = [], FurtherRows.batch
     monkeypatch.setattr(
@@ -150,5 +166,5 @@ def test_text_is_trained_on_only_while_the_actor_trains(inputs, world, tmp_path)
     assert names == [[], ["ptx/loss", "ptx/perplexity"]]
     expected = text_loss_by_hand(load_policy(inputs["sft_model"], "fp32")).item()
     assert run.lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the first update
-    assert run.lines[1]["ptx/perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert run.lines[1]["ptx/perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
     assert run.setup.models.actor.global_steps == 1

@@ -5,10 +5,12 @@ The ranks pause at a known point until the signal has taken effect, however fast
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +23,7 @@ from waiting import wait_until
 import rlhf_pipeline
 from rlhf_pipeline.distributed.products import use_onednn, uses_onednn
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import checkpoint_path, list_checkpoints, newest_valid_step, seal
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
@@ -291,13 +293,19 @@ def test_resuming_removes_later_lines_and_half_a_line_of_metrics(tmp_path):
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_the_newest_checkpoints_are_kept(world, tmp_path):
+def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
+    world, tmp_path, monkeypatch
+):
     checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
     for step in (1, 2, 3):
         checkpoints.step_ended(step, due=True, loop={"kl_coef": 0.5})
     checkpoints.step_ended(4, due=False, loop={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
     assert checkpoints.restore(3) == {"kl_coef": 0.5} and checkpoints.restore(None) == {}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
+    with pytest.raises(StageError, match=r"the checkpoint of step 5 needs 0 MiB, .* MiB free"):
+        checkpoints.save(5, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
 @pytest.mark.parametrize("at_first", [False, True])

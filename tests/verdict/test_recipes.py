@@ -141,7 +141,12 @@ NOT = "No recipe is shown to be the best: ppo has the highest rate, but"
 )  # fmt: skip
 def test_the_conclusion(to_dpo, to_sft, expected):
     pairs = [to_dpo, pair("dpo", "SFT", 0.2, 0.1), to_sft]
-    assert conclusion(pairs, {"ppo": 0.7, "dpo": 0.6, "SFT": 0.5}) == expected
+    assert conclusion(pairs, {"ppo": 0.7, "dpo": 0.6, "SFT": 0.5}, 3) == expected
+
+
+def test_one_seed_concludes_nothing():
+    found = conclusion([pair("ppo", "SFT", 0.3, 0.1)], {"ppo": 0.8, "SFT": 0.5}, 1)
+    assert "ppo has the highest rate, but one seed says nothing about others" in found
 
 
 def test_the_median_seed_is_the_lower_one_of_two():

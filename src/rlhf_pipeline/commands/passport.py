@@ -5,6 +5,7 @@ the folder, its predicate is what the records of this project say about the mode
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -12,9 +13,10 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from rlhf_pipeline.commands.command import Command, plain_table
-from rlhf_pipeline.errors import ArtifactError, ConfigError, install
+from rlhf_pipeline.errors import ArtifactError, ConfigError, install, without_secrets
 from rlhf_pipeline.kedro_run.artifacts import Policy
 from rlhf_pipeline.runtime.manifest import NAME, FileEntry, Manifest, file_entries
 
@@ -23,6 +25,8 @@ SUMS = "SHA256SUMS"
 STATEMENT, SIGNATURE = "statement.json", "model.sig"
 TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:rlhf-pipeline:model:1"
+FOLDER = re.compile(r"/|~|\.{1,2}/|file:")
+"""How a path of this machine begins."""
 
 
 def statement(
@@ -58,8 +62,9 @@ def _without_folders(value: Any) -> Any:
         return {name: _without_folders(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_without_folders(each) for each in value]
-    is_path = isinstance(value, str) and value.startswith("/")
-    return PurePath(value).name if is_path else value
+    if not isinstance(value, str):
+        return value
+    return PurePath(value).name if FOLDER.match(value) else without_secrets(value)
 
 
 def sign(folder: Path, key: Path) -> None:
@@ -94,10 +99,16 @@ def check(folder: Path, key: Path | None = None) -> dict[str, Any]:
     faults = [f"{name}: {_how(name, listed, found)}" for name in dict.fromkeys(wrong)]
     if faults:
         raise ArtifactError("\n".join([f"{folder}: found other files than {SUMS} lists:", *faults]))
-    stated = json.loads((folder / STATEMENT).read_text())
-    subjects = {each["name"]: each["digest"]["sha256"] for each in stated["subject"]}
+    try:
+        stated = json.loads((folder / STATEMENT).read_text())
+        subjects = {each["name"]: each["digest"]["sha256"] for each in stated["subject"]}
+        kinds, predicate = (stated["_type"], stated["predicateType"]), dict(stated["predicate"])
+        _ = [made["inputs"].items() for made in predicate["made_from"].values()]
+        _ = predicate["gate"], predicate["evaluation"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{folder / STATEMENT} is no statement of an export: {error}") from None
     others = {name for name, _ in subjects.items() ^ found.items()} - {STATEMENT, SIGNATURE}
-    if stated["_type"] != TYPE or stated["predicateType"] != PREDICATE or others:
+    if kinds != (TYPE, PREDICATE) or others:
         raise ArtifactError(
             f"{folder / STATEMENT}: found a statement on other files than these "
             f"({', '.join(sorted(others)[:3])}), expected the one of this export. Fix: export again"
@@ -115,7 +126,7 @@ def check(folder: Path, key: Path | None = None) -> dict[str, Any]:
                 raise ArtifactError(
                     f"{folder / SIGNATURE}: found another signature than that of {key}: {error}"
                 ) from None
-    return dict(stated["predicate"])
+    return predicate
 
 
 def _how(name: str, listed: Mapping[str, str], found: Mapping[str, str]) -> str:
@@ -155,10 +166,12 @@ def verify(console: Console, folder: Path, key: Path | None) -> None:
     table = plain_table("stage", "recipe", "seed", "made from")
     for stage, made in stated["made_from"].items():
         inputs = ", ".join(f"{name} {digest[:8]}" for name, digest in made["inputs"].items())
-        table.add_row(stage, made["recipe"][:8], str(made["seed"]), inputs)
+        table.add_row(*map(escape, (stage, made["recipe"][:8], str(made["seed"]), inputs)))
     console.print(table, "")
     verdict, evaluation = stated["gate"], stated["evaluation"]
-    console.print(evaluation["summary"] if evaluation else "No evaluation is recorded.")
+    console.print(
+        escape(str(evaluation["summary"])) if evaluation else "No evaluation is recorded."
+    )
     gate = "unknown" if verdict is None else "refused" if verdict["refusals"] else "passed"
     console.print(f"gate: {gate}. Every byte is as it was exported.")
     signed = f"signed by the owner of {key}" if key else "not checked; --key checks it"

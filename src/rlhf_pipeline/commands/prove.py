@@ -89,6 +89,7 @@ def prove(
             certificate.note("repeat", "trained again", difference(first, again))
         found[stage] = certificate
         certificate.write(ledger.workspace)
+        proof.restore(stage, first)  # later stages start from what they started from at first
     table = plain_table("stage", *wanted)
     for stage, certificate in found.items():
         table.add_row(stage, *(certificate.words(each) for each in wanted))
@@ -152,6 +153,11 @@ class Proof:
                 return step, self._observed(stage)
         raise StageError(f"prove: {stage} ended before {TRIES} kills. Fix: more --steps")
 
+    def restore(self, stage: str, first: Observed) -> None:
+        """Put the first training of a stage back."""
+        shutil.rmtree(self._workspace / stage)
+        shutil.copytree(first.folder, self._workspace / stage / first.folder.name)
+
     def repeated(self, stage: str) -> Observed:
         """Train a stage again from its start."""
         shutil.rmtree(self._workspace / stage)
@@ -172,9 +178,13 @@ class Proof:
     def _start(self, stage: str) -> "subprocess.Popen[bytes]":
         """Start the `kedro run` of all stages up to one, which reuses the finished ones."""
         given = dict(leaves(self._configuration["runtime_params"])) | {"root": str(self.root)}
+        given |= {"store": None}  # a download would be compared with itself
         given |= {name: value for each in self._stages for name, value in self._short(each)}
         words = [f"{name}={json.dumps(value)}" for name, value in given.items()]
-        command = [sys.argv[0], "run", f"--pipelines={self._pipeline}", f"--to-nodes={stage}"]
+        program = sys.argv[0]
+        module = [sys.executable, "-m", Path(program).parent.name]
+        command = [program] if os.access(program, os.X_OK) else module
+        command += ["run", f"--pipelines={self._pipeline}", f"--to-nodes={stage}"]
         command += [f"--params={','.join(words)}"]
         for option in ("env", "conf_source"):
             if value := self._configuration[option]:
@@ -189,6 +199,7 @@ class Proof:
         """The parameters with which a stage takes a few steps."""
         block = self._blocks[stage]
         yield f"{stage}.checkpoint_every", max(1, self._steps // 3)
+        yield f"{stage}.log_every", 1
         if isinstance(block, PPOConfig):
             yield f"{stage}.steps", self._steps
             yield f"{stage}.critic_warmup_steps", min(block.critic_warmup_steps, 1)
@@ -199,6 +210,8 @@ class Proof:
             phases = "sft", "reward_model", "kto"
             of = {name: self._rows[f"{name}/train.arrow"]["rows"] for name in phases}
             of |= {"dpo": of["reward_model"], "kto": 2 * of["reward_model"] + of["kto"]}
+            if stage not in of:
+                raise ConfigError(f"prove: found {stage}, a policy whose length nobody here knows")
             yield f"{stage}.epochs", (self._steps + 0.5) * block.batch_size / of[stage]
 
     def _written(self, stage: str) -> int:
@@ -214,8 +227,8 @@ class Proof:
         weights = {n: e.sha256 for n, e in files.items() if n.endswith(".safetensors")}
         sealed = json.loads((folder / LAST_SEAL).read_text())
         optimizer = {n: e["sha256"] for n, e in sealed.items() if n != "loop.json"}  # it has times
-        kept = folder.with_name(f".{folder.name}.{time.time_ns()}")  # the next training replaces it
-        shutil.copytree(folder, kept)
+        kept = self.root / "kept" / stage / str(time.time_ns()) / folder.name
+        shutil.copytree(folder, kept)  # the next training replaces it
         return Observed([*map(_without_times, records)], weights, optimizer, kept, seconds)
 
 
@@ -225,7 +238,8 @@ def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(first: Observed, other: Observed) -> str | None:
-    """The first difference between two trainings in words, with its likely cause; None: no bit."""
+    """The first difference between two trainings in words, with its likely cause; None if all is
+    equal."""
     for one, two in zip(first.steps, other.steps, strict=False):
         where, seen = f"step {one['step']}", [each.get("saw", {}) for each in (one, two)]
         for name, cause in (

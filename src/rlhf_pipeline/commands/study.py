@@ -71,15 +71,15 @@ def study(
     if registered is not None and not chosen:
         raise ConfigError(f"--register: found {registered!r}, expected a recipe of this study")
     runs = Runs(project, configuration, vary, amount_of(budget))
-    for recipe in recipes:
-        runs.finished(recipe, runs.of_seed(recipe, 1))  # wrong parameters are found at once
+    runs.require_comparable(recipes)
     evaluations, versions, faults = train(recipes, range(1, seeds + 1), runs, console)
     complete = [each for each in recipes if len(evaluations[each.name]) == seeds]
     if not complete:
         raise StageError("\n".join(faults))
     found = study_verdict(complete, evaluations, runs)
     found |= {"vary": vary, "budget": budget, "faults": faults}
-    key = json_digest([recipes, vary, budget, leaves(configuration["runtime_params"])])
+    given = [leaves(configuration["runtime_params"]), configuration["env"]]
+    key = json_digest([recipes, vary, budget, given, found.pop("conditions")])
     folder = ledger.workspace.parent / "08_reporting" / "study" / key[:8]
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "study.json", json.dumps(found, indent=2, default=asdict))
@@ -88,7 +88,7 @@ def study(
     name = f"study {' '.join(each.name for each in recipes)}"
     print_study(found, console)
     log_study(project, key, name, versions, rates, page, found["conclusion"])
-    for recipe in chosen:
+    for recipe in [each for each in chosen if each in complete]:
         register(recipe, evaluations, found, runs)
     link = (folder / "study.html").resolve().as_uri()
     show_link(console, "page", link)

@@ -1,9 +1,10 @@
 """The runs of a study: recipes and their budget, their evaluations, and those of the baselines."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -21,6 +22,7 @@ from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.kedro_run.faults import refuse
 from rlhf_pipeline.pipelines.evaluate import UNTOUCHED, evaluate
 from rlhf_pipeline.pipelines.table import RUN, pipeline_of, policy_stages
+from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.runtime.metrics_file import read_curves, read_json_lines
 from rlhf_pipeline.stages.job import node_of
@@ -58,7 +60,7 @@ class Cost(NamedTuple):
     seconds: float
     """Of all steps, and of sampling for them; without starts and stops."""
     answers: int
-    """Answers that the policy sampled."""
+    """Answers that the policy sampled to train on."""
 
 
 def recipes_of(named: str, file: Path | None) -> list[Recipe]:
@@ -100,14 +102,16 @@ def cost(ledger: Ledger, recipe: Recipe, evaluation: Path) -> Cost:
     for path, manifest in ledger.ancestors(evaluation):
         if manifest.stage == recipe.policy:
             curves, block = read_curves(path), manifest.config[recipe.policy]
-            own = len({record["step"] for record in curves if record["step"] > 0})
-            seconds += sum(record["metrics"].get("time/step_s", 0.0) for record in curves)
+            own = max((record["step"] for record in curves), default=0)
+            times = [x for r in curves if (x := r["metrics"].get("time/step_s")) and r["step"] > 0]
+            seconds += own * mean(times or [0.0])  # not every step has a line
             answers += own * block.get("rollout_batch_size", 0) * block.get("rollout_batches", 0)
             steps += own
         elif (sampler := f"{recipe.policy}.sample") in manifest.config:
             launched, ended = path.parent / "job.json", path / NAME
             seconds += ended.stat().st_mtime - launched.stat().st_mtime
-            prompts = len(read_json_lines(path / "samples.jsonl"))
+            lines = read_json_lines(path / "samples.jsonl")
+            prompts = sum(line["part"] == "train" for line in lines)
             answers += prompts * manifest.config[sampler]["n"]
     return Cost(steps, seconds, answers)
 
@@ -132,8 +136,35 @@ class Runs:
 
     def of_seed(self, recipe: Recipe, seed: int) -> dict[str, Any]:
         """The parameters of a run."""
-        seeds = {"policy_seed" if self.vary == "training" else "seed": seed}
-        return {**recipe.params, **self.budgeted(recipe), **seeds}
+        return {**recipe.params, **self.budgeted(recipe), **self.seeds(seed)}
+
+    def seeds(self, seed: int) -> dict[str, Any]:
+        """The parameters that a seed changes."""
+        if self.vary == "training":
+            return {"policy_seed": seed}
+        return {"seed": seed, "policy_seed": None}
+
+    def require_comparable(self, recipes: Sequence[Recipe]) -> None:
+        """Raise ConfigError if recipes would be judged differently, or have wrong parameters."""
+        judged = dict[str, Any]()
+        for recipe in recipes:
+            params = {**recipe.params, **self.seeds(1)}
+            self.finished(recipe, params)
+            with self.session(params) as (_, ledger):
+                names = "split", "reward_model", "evaluate"
+                blocks = {name: ledger.catalog.load(f"params:{name}") for name in names}
+            if len(recipes) > 1 and blocks["evaluate"].rewards_judge(blocks["reward_model"]):
+                raise ConfigError(
+                    "evaluate.judges: found none and no reward model, so its own rewards would "
+                    "judge each recipe, expected judges for all. Fix: set evaluate.judges"
+                )
+            judged = judged or as_json(blocks)
+            for name, block in as_json(blocks).items():
+                if block != judged[name]:
+                    raise ConfigError(
+                        f"{recipe.name}: found another block {name} than for {recipes[0].name}, "
+                        f"expected an equal one. Fix: no parameter {name} in recipes"
+                    )
 
     def finished(self, recipe: Recipe, params: Mapping[str, Any]) -> Path | None:
         """The evaluation of a run if it is finished. Raises the errors of `kedro run` before its
@@ -176,10 +207,13 @@ class Runs:
             return {f"{policy}.steps": max(1, round(amount / each))}
         if not isinstance(block, PPOConfig | SampledConfig) and unit == "answers":
             return {}  # it samples none
+        if isinstance(block, SampledConfig) and block.sample.prompts is None:
+            raise ConfigError(
+                f"{policy}.sample.prompts: found null, expected a number that --budget can scale. "
+                f"Fix: --params={policy}.sample.prompts=1000"
+            )
         if recipe.name not in self.pilots:
-            first = recipe._replace(name=f"{recipe.name}, before the budget")
-            seeds = {"policy_seed" if self.vary == "training" else "seed": 1}
-            evaluation, _ = self.run(first, {**recipe.params, **seeds})
+            evaluation, _ = self.run(recipe, {**recipe.params, **self.seeds(1)})
             with self.session({}) as (_, ledger):
                 self.pilots[recipe.name] = cost(ledger, recipe, evaluation)
         factor = amount / max(getattr(self.pilots[recipe.name], unit), 1e-9)
@@ -187,17 +221,15 @@ class Runs:
             return {f"{policy}.steps": max(1, round(block.steps * factor))}
         if not isinstance(block, SampledConfig):
             return {f"{policy}.epochs": block.epochs * factor}
-        if block.sample.prompts is None:
-            raise ConfigError(
-                f"{policy}.sample.prompts: found null, expected a number that --budget can scale. "
-                f"Fix: --params={policy}.sample.prompts=1000"
-            )
-        return {f"{policy}.sample.prompts": max(1, round(block.sample.prompts * factor))}
+        return {f"{policy}.sample.prompts": max(1, round((block.sample.prompts or 1) * factor))}
 
-    def baselines(self, recipe: Recipe, seed: int, evaluation: Path, n: int) -> dict[float, Path]:
+    def baselines(
+        self, recipe: Recipe, seed: int, evaluation: Path, n: int | None
+    ) -> dict[float, Path]:
         """Evaluations of the base model against the baseline of a run, by temperature.
 
-        At the temperature of the project each policy gives one answer more than `n`.
+        At the temperature of the project each policy gives one answer more than `n`. None: only
+        this temperature, with the project's number of answers.
         """
         with self.session(self.of_seed(recipe, seed)) as (_, ledger), ledger.stages() as stages:
             found = {manifest.stage: path for path, manifest in ledger.ancestors(evaluation)}
@@ -209,8 +241,10 @@ class Runs:
             config = config.model_copy(update={"tasks": None, "best_of_n": 0})
             usual = config.sampling.temperature
             results = {}
-            for temperature in dict.fromkeys((usual, *TEMPERATURES)):
-                draws = {0.0: 1, usual: n + 1}.get(temperature, config.answers_per_prompt)
+            asked = (usual,) if n is None else dict.fromkeys((usual, *TEMPERATURES))
+            for temperature in asked:
+                own_draws = {} if n is None else {usual: n + 1, 0.0: 1}
+                draws = own_draws.get(temperature, config.answers_per_prompt)
                 sampling = config.sampling.model_copy(update={"temperature": temperature})
                 own_config = config.model_copy(
                     update={"sampling": sampling, "answers_per_prompt": draws}

@@ -84,13 +84,12 @@ def study_verdict(
     n = min(MOST_ANSWERS, max(2, sampled // prompts))
     title = titles(read[recipes[0].name][0])[baseline_of(read[recipes[0].name][0])]
     asked = seeds[:1] if same_prompts else seeds  # all seeds share the baseline and its prompts
-    several = [
-        baseline_outcomes(
-            runs.baselines(recipes[0], seed, first[seed], n), drawn[i], judge, n, in_pairs=in_pairs
-        )
-        for i, seed in enumerate(asked)
-    ]
-    for name, own in best_baselines(several, title, n).items():
+    several = []
+    for seed, theirs in zip(asked, drawn, strict=False):
+        made = runs.baselines(recipes[0], seed, first[seed], None if in_pairs else n)
+        several.append(baseline_outcomes(made, theirs, judge, n, in_pairs=in_pairs))
+    others = {title: [[0.5] * len(row) for row in outcomes[recipes[0].name]]}  # a tie with itself
+    for name, own in (best_baselines(several, title, n) | others).items():
         outcomes[name] = own * (len(seeds) // len(own))
         rows.append(dict.fromkeys(("kl", "accuracy", "equal_length", "answers", "seconds")))
         rows[-1] |= {"name": name, "pipeline": None, "params": {}, "kls": []}
@@ -101,11 +100,14 @@ def study_verdict(
         row["rates"] = dict(zip(seeds, map(mean, own), strict=True)) if row["pipeline"] else {}
         row["between_sd"] = sqrt(found_rate.between)
         row["prompts_error"] = sqrt(found_rate.rest / len(own) + found_rate.prompts)
-        row["better"] = estimate(own, same_prompts=same_prompts, alpha=alpha).lower > 0.5
+        lower = estimate(own, same_prompts=same_prompts, alpha=alpha).lower
+        row["better"] = len(seeds) > 1 and lower > 0.5
     baselines = [row["name"] for row in rows if row["pipeline"] is None]
     pairs = pairs_of(outcomes, same_prompts=same_prompts, baselines=baselines)
     means = {row["name"]: row["rate"].mean for row in rows}
+    concluded = conclusion(pairs, means, len(seeds))
     return {
+        "conditions": conditions(first[seeds[0]]),
         "judge": judge,
         "caveats": [*dict.fromkeys(caveat(each, judge) for own in read.values() for each in own)],
         "baseline": title,
@@ -113,7 +115,7 @@ def study_verdict(
         "prompts": prompts,
         "rows": sorted(rows, key=lambda row: -row["rate"].mean),
         "pairs": pairs,
-        "conclusion": conclusion(pairs, means),
+        "conclusion": concluded,
         "charts": [against_kl(rows, title)],
     }
 

@@ -1,5 +1,6 @@
 """The MLflow run of a study: the parent of the pipeline runs that it consists of."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def log_study(
             for child in made:
                 client.set_tag(child.info.run_id, PARENT_TAG, parent)
         for recipe, rate in rates.items():
-            client.log_metric(parent, f"rate/{recipe}", rate)
+            name = re.sub(r"[^\w./ -]", "_", recipe)  # MLflow refuses others
+            client.log_metric(parent, f"rate/{name}", rate)
         client.log_text(parent, page, "study.html")
         client.set_tag(parent, "mlflow.note.content", summary)
         client.set_terminated(parent, "FINISHED")

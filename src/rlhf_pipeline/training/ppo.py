@@ -95,7 +95,7 @@ def train(setup: Setup) -> None:
             # 2. Score the responses by all models; replace prompts that teach nothing.
             scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
             scored, chosen = resample(setup, scored, rows, step)
-        sampled = rollout.sequences
+        sampled = scored.sequences
         log.saw(rows=sampled.prompt_ids, samples=sampled.response_ids)
         if step == 1 and critic is not None:  # give its values the mean of the first returns
             offset = value_offset(scored, config, kl_coef=kl_coef, world=setup.world)

@@ -155,8 +155,7 @@ def train(
     for step in range(done + 1, steps + 1):
         heartbeat.begin_phase("update", step)
         log = StepLog(step, guard)
-        log.saw(rows=step_rows(training.num_rows, config.batch_size, step - 1, job.seed))
-        log.add(train_step(setup, step))
+        log.add(train_step(setup, step, log))
         checkpoints.known.setdefault("loss", log.metrics[f"{task.name}/loss"])
         if step in evaluated:
             held_out = evaluate(setup)
@@ -178,12 +177,14 @@ def optimizer_steps(config: SupervisedConfig, rows: int) -> int:
     return max(1, int(config.epochs * rows) // config.batch_size)
 
 
-def train_step(setup: Setup, step: int) -> dict[str, float]:
+def train_step(setup: Setup, step: int, log: StepLog | None = None) -> dict[str, float]:
     """Take one optimizer step on a global batch; return its metrics."""
     engine, task, config, world = setup.engine, setup.task, setup.config, setup.world
     rows = step_rows(setup.training.num_rows, config.batch_size, step - 1, setup.seed)
     setup = replace(setup, task=task.at_step(setup, setup.training, rows))
     batch = task.collate(setup.training.columns(own_share(rows, world)))
+    if log is not None:
+        log.saw(rows=batch.answers.response_ids)
     terms = world.sum(task.weight(batch))
     learning_rate = engine.get_lr()[0]
     sums = optimizer_step(engine, world, micro_batch_losses(setup, batch, terms))

@@ -101,11 +101,11 @@ def estimate(
     return Estimate(mean, *ends, between, m_rest / prompts, own)
 
 
-def seeds_to_show(difference: Estimate, alpha: float = ALPHA) -> int | None:
-    """The number of seeds that would show a difference as large as the found one with probability
-    `POWER`. None: more than `MOST_SEEDS`."""
+def seeds_to_show(difference: Estimate, alpha: float = ALPHA, present: int = 1) -> int | None:
+    """The number of seeds, more than the `present` one, that would show a difference as large as
+    the found one with probability `POWER`. None: more than `MOST_SEEDS`."""
     z, power = NormalDist().inv_cdf(1 - alpha / 2), NormalDist().inv_cdf(POWER)
-    for seeds in range(2, MOST_SEEDS + 1):
+    for seeds in range(present + 1, MOST_SEEDS + 1):
         between, other = difference.between / seeds, difference.rest / seeds + difference.prompts
         half_width = math.sqrt(_t(seeds - 1, alpha) ** 2 * between + z**2 * other)
         if abs(difference.mean) >= half_width + power * math.sqrt(between + other):
@@ -149,9 +149,14 @@ def pairs_of(
     return [Pair(*names, difference(*names)) for names in chosen]
 
 
-def conclusion(pairs: Sequence[Pair], means: Mapping[str, float]) -> str:
+def conclusion(pairs: Sequence[Pair], means: Mapping[str, float], seeds: int) -> str:
     """Which recipe is shown to be the best; or that none is, and how many seeds would show it."""
     best = max(means, key=lambda name: means[name])
+    if seeds == 1:
+        return (
+            f"No recipe is shown to be the best: {best} has the highest rate, but one seed says "
+            "nothing about others. Three seeds are the least for a conclusion."
+        )
     equals = {
         other: pair.difference
         for pair in pairs
@@ -164,11 +169,11 @@ def conclusion(pairs: Sequence[Pair], means: Mapping[str, float]) -> str:
         f"No recipe is shown to be the best: {best} has the highest rate, but is not shown to be "
         f"better than {', '.join(equals)}. "
     )
-    needed = [seeds_to_show(each, ALPHA / len(pairs)) for each in equals.values()]
+    needed = [seeds_to_show(each, ALPHA / len(pairs), seeds) for each in equals.values()]
     if None in needed:
         return text + "More seeds would hardly show it; more prompts may."
-    seeds = max(each for each in needed if each is not None)
-    return text + f"If the differences are as large as found, about {seeds} seeds would show it."
+    most = max(each for each in needed if each is not None)
+    return text + f"If the differences are as large as found, about {most} seeds would show it."
 
 
 def median_seed(rates: Mapping[int, float]) -> int:
