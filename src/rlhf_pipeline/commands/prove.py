@@ -182,7 +182,7 @@ class Proof:
         given |= {name: value for each in self._stages for name, value in self._short(each)}
         words = [f"{name}={json.dumps(value)}" for name, value in given.items()]
         program = sys.argv[0]
-        module = [sys.executable, "-m", Path(program).parent.name]
+        module = [sys.executable, "-P", "-m", Path(program).parent.name]
         command = [program] if os.access(program, os.X_OK) else module
         command += ["run", f"--pipelines={self._pipeline}", f"--to-nodes={stage}"]
         command += [f"--params={','.join(words)}"]
