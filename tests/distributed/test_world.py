@@ -57,6 +57,15 @@ def test_numbers_that_all_ranks_have_are_read_but_not_summed(monkeypatch):
     assert world.sums(sums) == {"tokens": 6.0, "loss": 3.0}
 
 
+def test_the_most_of_two_ranks_is_the_larger_number_of_each(monkeypatch):
+    def with_another_rank(found, kind, group):
+        larger = kind == torch.distributed.ReduceOp.MAX
+        found.copy_((torch.maximum if larger else torch.minimum)(found, torch.tensor([3, 1])))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_another_rank)
+    assert World(0, 2, torch.device("cpu")).most([1, 4]) == [3, 4]
+
+
 @pytest.mark.long
 def test_two_ranks_meet_in_a_file_and_exchange_json(tmp_path):
     """Nothing listens at MASTER_PORT, so nobody else can join there."""
