@@ -101,6 +101,15 @@ def test_a_file_of_another_export_is_refused_although_the_digests_were_made_agai
         check(folder)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"subject": 3}', "{}"])
+def test_a_statement_that_is_none_is_named(export, text):
+    folder = export("one")
+    (folder / STATEMENT).write_text(text)
+    finished(folder)
+    with pytest.raises(ArtifactError, match=f"{STATEMENT}: found no statement of an export"):
+        check(folder)
+
+
 def test_a_folder_without_a_statement_is_no_export(tmp_path):
     (tmp_path / SUMS).write_text("")
     with pytest.raises(ArtifactError, match=f"found no {STATEMENT}, expected an export"):

@@ -19,6 +19,11 @@ from rlhf_pipeline.errors import ConfigError
         ("", "[1]", "--recipes: found .* expected a mapping such as"),
         ("", "{a: {}}", r"a\.pipeline: missing"),
         ("", "{a: {pipeline: dpo, seeds: 3}}", r"a\.seeds: unknown parameter"),
+        (
+            "",
+            "{a: {pipeline: dpo, params: {seed: 3}}}",
+            r"a\.params: found seed, which the study sets",
+        ),
     ],
 )
 def test_a_recipe_that_cannot_be_is_named(named, text, message, tmp_path):

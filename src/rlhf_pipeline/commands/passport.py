@@ -99,14 +99,10 @@ def check(folder: Path, key: Path | None = None) -> dict[str, Any]:
     faults = [f"{name}: {_how(name, listed, found)}" for name in dict.fromkeys(wrong)]
     if faults:
         raise ArtifactError("\n".join([f"{folder}: found other files than {SUMS} lists:", *faults]))
-    try:
+    with _stated(folder):
         stated = json.loads((folder / STATEMENT).read_text())
         subjects = {each["name"]: each["digest"]["sha256"] for each in stated["subject"]}
         kinds, predicate = (stated["_type"], stated["predicateType"]), dict(stated["predicate"])
-        _ = [made["inputs"].items() for made in predicate["made_from"].values()]
-        _ = predicate["gate"], predicate["evaluation"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{folder / STATEMENT} is no statement of an export: {error}") from None
     others = {name for name, _ in subjects.items() ^ found.items()} - {STATEMENT, SIGNATURE}
     if kinds != (TYPE, PREDICATE) or others:
         raise ArtifactError(
@@ -127,6 +123,18 @@ def check(folder: Path, key: Path | None = None) -> dict[str, Any]:
                     f"{folder / SIGNATURE}: found another signature than that of {key}: {error}"
                 ) from None
     return predicate
+
+
+@contextmanager
+def _stated(folder: Path) -> Iterator[None]:
+    """Explain a statement that lacks something."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{folder / STATEMENT}: found no statement of an export ({type(error).__name__}: "
+            f"{error}), expected the one that `kedro rlhf export` writes. Fix: export again"
+        ) from None
 
 
 def _how(name: str, listed: Mapping[str, str], found: Mapping[str, str]) -> str:
@@ -163,16 +171,17 @@ def verify(console: Console, folder: Path, key: Path | None) -> None:
     """
     with console.status("reading every byte"):
         stated = check(folder, key)
-    table = plain_table("stage", "recipe", "seed", "made from")
-    for stage, made in stated["made_from"].items():
-        inputs = ", ".join(f"{name} {digest[:8]}" for name, digest in made["inputs"].items())
-        table.add_row(*map(escape, (stage, made["recipe"][:8], str(made["seed"]), inputs)))
-    console.print(table, "")
-    verdict, evaluation = stated["gate"], stated["evaluation"]
-    console.print(
-        escape(str(evaluation["summary"])) if evaluation else "No evaluation is recorded."
-    )
-    gate = "unknown" if verdict is None else "refused" if verdict["refusals"] else "passed"
-    console.print(f"gate: {gate}. Every byte is as it was exported.")
+    with _stated(folder):
+        table = plain_table("stage", "recipe", "seed", "made from")
+        for stage, made in stated["made_from"].items():
+            inputs = ", ".join(f"{name} {digest[:8]}" for name, digest in made["inputs"].items())
+            table.add_row(*map(escape, (stage, made["recipe"][:8], str(made["seed"]), inputs)))
+        console.print(table, "")
+        verdict, evaluation = stated["gate"], stated["evaluation"]
+        console.print(
+            escape(str(evaluation["summary"])) if evaluation else "No evaluation is recorded."
+        )
+        gate = "unknown" if verdict is None else "refused" if verdict["refusals"] else "passed"
+        console.print(f"gate: {gate}. Every byte is as it was exported.")
     signed = f"signed by the owner of {key}" if key else "not checked; --key checks it"
     console.print(f"signature: {signed}")

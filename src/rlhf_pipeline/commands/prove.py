@@ -56,7 +56,9 @@ class Observed:
 @click.command(cls=Command)
 @click.argument("properties", nargs=-1, type=click.Choice(get_args(Property)))
 @pipeline_option
-@click.option("--steps", type=click.IntRange(min=3), default=6, show_default=True)
+@click.option(
+    "--steps", type=click.IntRange(min=3), default=6, show_default=True, help="Of each training."
+)
 @click.option(
     "--kills", type=click.IntRange(min=1), default=1, show_default=True, help="Kills of each stage."
 )
@@ -148,9 +150,7 @@ class Proof:
             for directory in (self._workspace / stage).glob("*"):
                 kill_launch(f" {directory.resolve()}")
             if not any((self._workspace / stage).glob("*/export/manifest.json")):
-                step = self._written(stage)
-                self._train(stage)
-                return step, self._observed(stage)
+                return self._written(stage), self._train(stage)
         raise StageError(f"prove: {stage} ended before {TRIES} kills. Fix: more --steps")
 
     def restore(self, stage: str, first: Observed) -> None:
@@ -161,19 +161,20 @@ class Proof:
     def repeated(self, stage: str) -> Observed:
         """Train a stage again from its start."""
         shutil.rmtree(self._workspace / stage)
-        self._train(stage)
-        return self._observed(stage)
+        return self._train(stage)
 
     def certificate(self, stage: str, first: Observed) -> Certificate:
+        """A certificate without tries, for trainings like the first one."""
         job = LaunchedJob.read(first.folder / "job.json")
         ranks = Manifest.read(first.folder / "export").ranks
         digests = {"weights": first.weights, "optimizer": first.optimizer}
         return Certificate.of(stage, job.config, job.versions, ranks, job.seed, digests)
 
-    def _train(self, stage: str) -> None:
-        driver = self._start(stage)
-        if driver.wait() != 0:
-            raise StageError(f"prove: {stage} failed; {self.root / LOG} has its output")
+    def _train(self, stage: str) -> Observed:
+        """Train a stage and what it needs, or resume it."""
+        if self._start(stage).wait() != 0:
+            raise StageError(f"prove: {stage} failed. Fix: read its output in {self.root / LOG}")
+        return self._observed(stage)
 
     def _start(self, stage: str) -> "subprocess.Popen[bytes]":
         """Start the `kedro run` of all stages up to one, which reuses the finished ones."""
@@ -181,11 +182,8 @@ class Proof:
         given |= {"store": None}  # a download would be compared with itself
         given |= {name: value for each in self._stages for name, value in self._short(each)}
         words = [f"{name}={json.dumps(value)}" for name, value in given.items()]
-        program = sys.argv[0]
-        module = [sys.executable, "-P", "-m", Path(program).parent.name]
-        command = [program] if os.access(program, os.X_OK) else module
-        command += ["run", f"--pipelines={self._pipeline}", f"--to-nodes={stage}"]
-        command += [f"--params={','.join(words)}"]
+        command = [sys.executable, "-P", sys.argv[0], "run", f"--params={','.join(words)}"]
+        command += [f"--pipelines={self._pipeline}", f"--to-nodes={stage}"]
         for option in ("env", "conf_source"):
             if value := self._configuration[option]:
                 command.append(f"--{option.replace('_', '-')}={value}")

@@ -29,6 +29,8 @@ from rlhf_pipeline.stages.job import node_of
 
 Vary = Literal["training", "everything"]
 Unit = Literal["answers", "steps", "seconds"]
+COMMON = ("base_model", "split", "sft", "reward_model", "evaluate")
+"""Blocks of what all recipes of a study share: data, baseline and judges."""
 TEMPERATURES = (0.7, 0.4, 0.0)
 """Lower temperatures at which the baseline answers, too."""
 
@@ -84,6 +86,8 @@ def recipes_of(named: str, file: Path | None) -> list[Recipe]:
         faults += wrong
         if config is None:
             continue
+        if own := {"seed", "policy_seed", "force", "inputs"} & config.params.keys():
+            faults.append(f"{name}.params: found {', '.join(sorted(own))}, which the study sets")
         if config.pipeline not in policies:
             meant, listed = suggestion(config.pipeline, policies), ", ".join(policies)
             faults.append(f"{name}: found pipeline {config.pipeline!r}{meant}, expected {listed}")
@@ -108,8 +112,9 @@ def cost(ledger: Ledger, recipe: Recipe, evaluation: Path) -> Cost:
             answers += own * block.get("rollout_batch_size", 0) * block.get("rollout_batches", 0)
             steps += own
         elif (sampler := f"{recipe.policy}.sample") in manifest.config:
-            launched, ended = path.parent / "job.json", path / NAME
-            seconds += ended.stat().st_mtime - launched.stat().st_mtime
+            launched = path.parent / "job.json"
+            if launched.is_file():  # else it is a download, and nobody knows
+                seconds += (path / NAME).stat().st_mtime - launched.stat().st_mtime
             lines = read_json_lines(path / "samples.jsonl")
             prompts = sum(line["part"] == "train" for line in lines)
             answers += prompts * manifest.config[sampler]["n"]
@@ -151,8 +156,7 @@ class Runs:
             params = {**recipe.params, **self.seeds(1)}
             self.finished(recipe, params)
             with self.session(params) as (_, ledger):
-                names = "split", "reward_model", "evaluate"
-                blocks = {name: ledger.catalog.load(f"params:{name}") for name in names}
+                blocks = {name: ledger.catalog.load(f"params:{name}") for name in COMMON}
             if len(recipes) > 1 and blocks["evaluate"].rewards_judge(blocks["reward_model"]):
                 raise ConfigError(
                     "evaluate.judges: found none and no reward model, so its own rewards would "
@@ -163,7 +167,7 @@ class Runs:
                 if block != judged[name]:
                     raise ConfigError(
                         f"{recipe.name}: found another block {name} than for {recipes[0].name}, "
-                        f"expected an equal one. Fix: no parameter {name} in recipes"
+                        f"expected an equal one. Fix: set it for all recipes by --params"
                     )
 
     def finished(self, recipe: Recipe, params: Mapping[str, Any]) -> Path | None:
@@ -249,6 +253,6 @@ class Runs:
                 own_config = config.model_copy(
                     update={"sampling": sampling, "answers_per_prompt": draws}
                 )
-                node, seed = evaluate(UNTOUCHED), load("params:seed")
-                results[temperature] = node(*models, *blocks, own_config, seed, stages)
+                judged = *models, *blocks, own_config, load("params:seed"), stages
+                results[temperature] = evaluate(UNTOUCHED)(*judged)
             return results

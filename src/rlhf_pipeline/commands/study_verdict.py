@@ -7,10 +7,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rlhf_pipeline.commands.study_runs import Evaluations, Recipe, Runs, cost
+from rlhf_pipeline.commands.study_runs import Cost, Evaluations, Recipe, Runs, cost
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.rewards import REWARD_MODEL, PairwiseJudge
-from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines.evaluate import UNTOUCHED
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.tracking.registration import conditions
@@ -42,19 +41,12 @@ MOST_ANSWERS = 64
 def study_verdict(
     recipes: Sequence[Recipe], evaluations: Evaluations, runs: Runs
 ) -> dict[str, Any]:
-    """The rows, the pairs and the conclusion of a study whose runs are finished.
-
-    Raises ConfigError if the evaluations of two recipes have other prompts or judges.
-    """
+    """The rows, the pairs and the conclusion of a study whose runs are finished."""
     first = evaluations[recipes[0].name]
     seeds, same_prompts = [*first], runs.vary == "training"
-    for recipe, seed in ((recipe, seed) for recipe in recipes for seed in seeds):
-        if conditions(evaluations[recipe.name][seed]) != conditions(first[seed]):
-            raise ConfigError(
-                f"{recipe.name}: found other prompts, judges or decoding than {recipes[0].name} "
-                "has, expected the same. Fix: give all recipes equal blocks split, reward_model "
-                "and evaluate"
-            )
+    for seed in seeds:
+        asked_alike = {str(conditions(evaluations[each.name][seed])) for each in recipes}
+        assert len(asked_alike) == 1, "`require_comparable` has seen to it"
     read = {r.name: [read_evaluation(evaluations[r.name][s]) for s in seeds] for r in recipes}
     judge = common_judge([each for several in read.values() for each in several])
     config = EvaluateConfig.model_validate(Manifest.read(first[seeds[0]]).config["evaluate"])
@@ -62,23 +54,13 @@ def study_verdict(
     drawn = [draws_of_baseline(read_answers(first[seed])) for seed in seeds]
     with runs.session({}) as (_, ledger):
         costs = {r.name: [cost(ledger, r, evaluations[r.name][s]) for s in seeds] for r in recipes}
-    rows, outcomes = list[dict[str, Any]](), dict[str, list[list[float]]]()
+    rows = [recipe_row(each, read[each.name], judge, costs[each.name]) for each in recipes]
+    outcomes = dict[str, list[list[float]]]()
     for recipe in recipes:
         ours = [read_answers(evaluations[recipe.name][seed])[recipe.policy] for seed in seeds]
         outcomes[recipe.name] = [
             against(*both, judge, one_each=in_pairs) for both in zip(ours, drawn, strict=True)
         ]
-        found = [each["policies"][recipe.policy] for each in read[recipe.name]]
-        controlled = [each["win_rates"][judge]["length_controlled"] for each in read[recipe.name]]
-        rows.append(
-            {"name": recipe.name, "pipeline": recipe.pipeline, "params": dict(recipe.params)}
-            | {"kl": mean_of(each.get("kl") for each in found)}
-            | {"kls": [each.get("kl") for each in found]}
-            | {"accuracy": mean_of(each.get("strict_accuracy") for each in found)}
-            | {"equal_length": mean_of(each and each["rate"] for each in controlled)}
-            | {"answers": mean(each.answers for each in costs[recipe.name])}
-            | {"seconds": mean(each.seconds for each in costs[recipe.name])}
-        )
     prompts = len(outcomes[recipes[0].name][0])
     sampled = max(each.answers for several in costs.values() for each in several)
     n = min(MOST_ANSWERS, max(2, sampled // prompts))
@@ -117,6 +99,26 @@ def study_verdict(
         "pairs": pairs,
         "conclusion": concluded,
         "charts": [against_kl(rows, title)],
+    }
+
+
+def recipe_row(
+    recipe: Recipe, read: Sequence[Mapping[str, Any]], judge: str, costs: Sequence[Cost]
+) -> dict[str, Any]:
+    """What a row shows beside rates: means over the evaluations and costs of the seeds."""
+    found = [each["policies"][recipe.policy] for each in read]
+    controlled = [each["win_rates"][judge]["length_controlled"] for each in read]
+    kls = [each.get("kl") for each in found]
+    return {
+        "name": recipe.name,
+        "pipeline": recipe.pipeline,
+        "params": dict(recipe.params),
+        "kl": mean_of(kls),
+        "kls": kls,
+        "accuracy": mean_of(each.get("strict_accuracy") for each in found),
+        "equal_length": mean_of(each and each["rate"] for each in controlled),
+        "answers": mean(each.answers for each in costs),
+        "seconds": mean(each.seconds for each in costs),
     }
 
 

@@ -177,7 +177,7 @@ def conclusion(pairs: Sequence[Pair], means: Mapping[str, float], seeds: int) ->
 
 
 def median_seed(rates: Mapping[int, float]) -> int:
-    """The seed with the median rate; of two, the one with the lower rate. It is no lucky seed."""
+    """The seed with the median rate, so that nobody chooses the best one; of two, the lower one."""
     return sorted(rates, key=lambda seed: (rates[seed], seed))[(len(rates) - 1) // 2]
 
 
