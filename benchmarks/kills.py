@@ -6,9 +6,9 @@
 Each kill is a SIGKILL at a random moment of training or, one in five, of the start. It ends the
 whole process group, one rank, or the driver (`kedro run`); every fourth one ends the group while a
 checkpoint is being written. Then the same command runs again. Requirements: 10 seconds after the
-kill, no process is left; the final weights equal those of an uninterrupted run bit for bit;
-metrics.jsonl contains every step once, with the same numbers; MLflow has one finished run of the
-stage with every step once. Results: benchmarks/results/kills/.
+kill, no process is left; weights, optimizer states, rows, answers and metrics of each step equal
+those of an uninterrupted run bit for bit, as `kedro rlhf prove` compares them; MLflow has one
+finished run of the stage with every step once. Results: benchmarks/results/kills/.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from rlhf_pipeline.commands.prove import difference, observe
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results" / "kills"
@@ -112,18 +114,17 @@ def kill_and_compare(
         "at_step": found["killed_at_step"],
         "resumed_from": found["resumed_from"],
         "left": found["left"],
-        "same_weights": found["weights"] == expected["weights"],
-        "same_metrics": found["metrics"] == expected["metrics"],
+        "difference": difference(expected["observed"], found["observed"]),
         "one_run": found["runs"] == ["FINISHED"],
-        "logged_once": found["logged"] == steps_of(found["metrics"]),
+        "logged_once": found["logged"] == steps_of(found["observed"].steps),
     }
 
 
 def random_kill(target: str, expected: dict[str, Any], draw: random.Random) -> Kill:
     """A kill during training, or with probability 1/5 during the start."""
-    steps = len(expected["metrics"])
+    steps = len(expected["observed"].steps)
     if target == "checkpoint" or draw.random() > 0.2:
-        longest_s = expected["training_s"] / steps
+        longest_s = expected["observed"].seconds / steps
         return Kill(target, draw.randrange(1, steps - 3), draw.random() * longest_s)
     return Kill(target, 0, draw.random() * expected["start_s"] / 2)
 
@@ -158,21 +159,12 @@ def run_stage(
 def result(workspace: Path, start: float) -> dict[str, Any]:
     """What a stage that began at `start` left in its only work directory, and how long it took."""
     (directory,) = workspace.iterdir()
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    manifest = json.loads((directory / "export" / "manifest.json").read_text())
+    kept = workspace.parents[1] / "kept" / str(time.time_ns())  # the next run replaces it
+    first = json.loads((directory / "metrics.jsonl").read_text().partition("\n")[0])
     return {
-        "start_s": records[0]["time"] - start,
-        "training_s": records[-1]["time"] - records[0]["time"],
+        "start_s": first["time"] - start,
         "resumed_from": json.loads((directory / "job.json").read_text())["resume_from"],
-        "weights": {  # the export's copy of the metrics contains times
-            name: entry["sha256"]
-            for name, entry in manifest["files"].items()
-            if name.endswith(".safetensors")
-        },
-        "metrics": [
-            (r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")})
-            for r in records
-        ],
+        "observed": observe(shutil.copytree(directory, kept)),
     }
 
 
@@ -277,18 +269,17 @@ def tracked(store: Path, stage: str) -> dict[str, Any]:
     return {"runs": [run.info.status for run in runs], "logged": logged}
 
 
-def steps_of(records: list[tuple[int, dict[str, float]]]) -> dict[str, list[int]]:
+def steps_of(records: list[dict[str, Any]]) -> dict[str, list[int]]:
     """The steps of each metric in metrics.jsonl."""
     return {
-        name: [step for step, values in records if name in values]
-        for _, values in records
-        for name in values
+        name: [record["step"] for record in records if name in record["metrics"]]
+        for name in {name for record in records for name in record["metrics"]}
     }
 
 
 def passes(row: dict[str, Any]) -> bool:
-    checks = ("same_weights", "same_metrics", "one_run", "logged_once")
-    return row["left"] == 0 and all(row[name] for name in checks)
+    equal = row["left"] == 0 and row["difference"] is None
+    return equal and row["one_run"] and row["logged_once"]
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from stand_in_hub import serving
 
 from rlhf_pipeline.commands.export import model_card
 from rlhf_pipeline.kedro_run.artifacts import Policy
+from rlhf_pipeline.runtime.certificates import Certificate
 from rlhf_pipeline.runtime.manifest import Manifest
 
 DIGEST = "d" * 64
@@ -38,14 +39,29 @@ def hub(tmp_path, monkeypatch):
         yield tmp_path / "hub"
 
 
-def card(*stages, evaluations=(), registered=None, license_name="unknown", adapter_of=None):
+def card(
+    *stages, evaluations=(), registered=None, license_name="unknown", adapter_of=None, proofs=None
+):
     made_from = {each.stage: each for each in stages}
     policy = Policy("champion", "ppo", made_from, tuple(evaluations))
-    text = model_card(policy, DIGEST, "rlhf-policy", registered, license_name, adapter_of)
+    model = policy, DIGEST, "rlhf-policy", registered
+    text = model_card(*model, license_name, adapter_of, proofs or {})
     return text, yaml.safe_load(text.split("---\n")[1])
 
 
 PPO = manifest("ppo", {"ppo": {"steps": 40, "kl": {"coef": 0.1}, "ema": None}}, prompts="a" * 64)
+
+
+def test_a_certificate_is_shown_with_its_processor():
+    proof = Certificate("ppo", "k" * 64, {}, 2, "AMD EPYC", 7, {})
+    proof.note("resume", "killed after step 2", None)
+    proof.note("repeat", "trained again", "step 3: other rows")
+    text, _ = card(PPO, proofs={"ppo": proof})
+    assert (
+        "Killed and repeated trainings like that of ppo, on AMD EPYC: resume: 1 of 1 equal; "
+        "repeat: 0 of 1 equal, bit for bit."
+    ) in text
+    assert "repeated trainings" not in card(PPO)[0]
 
 
 def test_numbers_have_their_intervals_and_the_verdict_its_conditions(tmp_path):

@@ -19,6 +19,7 @@ from rlhf_pipeline.commands.passport import (
 )
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.kedro_run.artifacts import Policy
+from rlhf_pipeline.runtime.certificates import Certificate
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
 FILES = {
@@ -48,7 +49,9 @@ def export(tmp_path):
             (folder / file).write_text(text)
         made = Manifest("ppo", "f" * 64, 7, CONFIG, {"sft_model": "a" * 64}, {"torch": "2"}, {}, {})
         policy = Policy("champion", "ppo", {"ppo": made}, ())
-        stated = statement(file_entries(folder), policy, "d" * 64, {"refusals": []}, None)
+        proofs = {"ppo": Certificate("ppo", "k" * 64, {}, 2, "AMD EPYC", 7, {})}
+        proofs["ppo"].note("resume", "killed after step 2", None)
+        stated = statement(file_entries(folder), policy, "d" * 64, {"refusals": []}, None, proofs)
         (folder / STATEMENT).write_text(json.dumps(stated))
         if key:
             sign(folder, key)
@@ -64,6 +67,8 @@ def test_a_statement_names_files_and_recipe_but_no_folder_of_this_machine(export
     assert stated["_type"] == "https://in-toto.io/Statement/v1"
     digest = hashlib.sha256(b"weights").hexdigest()
     assert {"name": "model.safetensors", "digest": {"sha256": digest}} in stated["subject"]
+    (proof,) = check(folder)["certificates"].values()
+    assert proof["tries"] == {"resume": [["killed after step 2", None]]}
     assert check(folder)["made_from"]["ppo"] == {
         "recipe": "f" * 64, "seed": 7, "inputs": {"sft_model": "a" * 64},
         "versions": {"torch": "2"}, "ranks": 1, "data": {},

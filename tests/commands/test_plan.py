@@ -158,3 +158,11 @@ HUB = "split.sources=[{name: Dahoas/rm-static}]"
 def test_the_parameters_are_checked_for_the_hardware(plan, options, params, expected):
     printed = plan("--check", *options, params=params, fails="expected" in expected)
     assert expected in printed
+
+
+@pytest.mark.parametrize("option", ["--gpus=8x80", "--model=opt-1.3b", "--check", "--json"])
+def test_only_this_machine_can_be_measured(option):
+    done = CliRunner().invoke(
+        cli, ["rlhf", "plan", "--measure", option], obj=bootstrap_project(PROJECT)
+    )
+    assert done.exit_code == 2 and "--measure measures this machine" in done.output

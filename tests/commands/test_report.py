@@ -68,7 +68,7 @@ def project(ledger, tmp_path, monkeypatch):
 
         def report(self, name=None, show=True):
             console = Console(file=io.StringIO(), width=80)
-            report.callback(ledger(), console, name, show)
+            report.callback(ledger(), console, name, show, traces=False)
             return console.file.getvalue()
 
     monkeypatch.setattr("webbrowser.open", links.append)

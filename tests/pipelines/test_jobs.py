@@ -310,6 +310,6 @@ def test_a_page_that_cannot_be_made_names_the_cause_and_the_command(tmp_path):
     models = [tmp_path / name for name in ("sft_model", "ppo_model", "reward_model")]
     fix = "evaluation and registration are complete. Fix: `kedro rlhf report` makes"
     with pytest.raises(PipelineError, match=fix) as failure:
-        report(tmp_path, {}, *models)
+        report(tmp_path, {}, *models, "workspace")
     cause = failure.value.__cause__
     assert f"found {type(cause).__name__} ({cause}), expected a page" in str(failure.value)

@@ -7,7 +7,11 @@ import pytest
 from made_by_hand import HOSTILE, REGISTRATION, artifact, sealed
 
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime.certificates import Certificate
+from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.runtime.usage import Forecast, Usage
 from rlhf_pipeline.verdict.page import evaluation_page
+from rlhf_pipeline.verdict.words import ABSENT
 
 
 def headings(page):
@@ -37,6 +41,26 @@ def test_the_sections_follow_the_verdict(evaluation, models, tmp_path):
     assert "<h3>Score of the reward model</h3>" in page
     assert '<p class="eyebrow">PPO against the SFT model, evaluation' in page
     assert "run-of-ppo" in page and "ppo.kl.coef" in page and "0123456789ab<" in page
+
+
+def test_times_stand_beside_their_forecasts_and_proofs(evaluation, models, tmp_path):
+    workspace, (ppo, reward, sft) = tmp_path / "workspace", map(Manifest.read, models)
+    for made, resumed in ((ppo, False), (reward, True)):
+        folder = workspace / made.stage / made.fingerprint[:16]
+        folder.mkdir(parents=True)
+        Usage(61.0, 3 * 2**30, resumed).write(folder)
+    forecast = Forecast("ppo", ppo.config, ppo.ranks, (50.0, 60.0, 70.0), (1.0, 2.5 * 2**30, 3.0))
+    forecast.write(workspace)
+    proof = Certificate.of("sft", sft.config, sft.versions, sft.ranks, 7, {})
+    proof.note("resume", "killed after step 2", None)
+    proof.write(workspace)
+    page = evaluation_page(evaluation(), models, None, workspace)
+    assert "What each stage took" in headings(page)
+    rows = re.findall(r"<tr><th scope=.row.>(\w+)</th>(.*?)</tr>", page, re.DOTALL)
+    cells = {name: re.sub(r"<[^>]+>", " ", row).split() for name, row in rows}
+    assert cells["ppo"] == [*"61 s 60 s [50 s, 70 s]".split(), "3.00", "2.50", ABSENT]
+    assert cells["reward_model"] == [ABSENT, ABSENT, "3.00", ABSENT, ABSENT]  # a part of the time
+    assert cells["sft"] == [*[ABSENT] * 4, *"resume: 1 of 1 equal".split()]
 
 
 def test_what_is_absent_is_left_out(evaluation):

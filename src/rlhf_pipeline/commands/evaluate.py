@@ -109,7 +109,9 @@ def evaluate(
                 baseline, candidate, evaluation, champion, answered, gate, tests, project
             )
             results["registration"] = asdict(registration)
-        text = evaluation_page(evaluation, folders.values(), results.get("registration"))
+        text = evaluation_page(
+            evaluation, folders.values(), results.get("registration"), ledger.workspace
+        )
         results["evaluation_page"] = evaluation.with_name(f"{evaluation.name}.html")
         write_atomically(results["evaluation_page"], text)
         tracker.log_page(Manifest.read(evaluation).fingerprint, text)

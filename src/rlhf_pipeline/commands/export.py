@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
+from rlhf_pipeline.runtime.certificates import Certificate, certificate_for
 from rlhf_pipeline.runtime.hub import UNKNOWN, license_of
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.stages.store import explained, open_store, upload
@@ -86,10 +87,13 @@ def export(
         _convert(folder, temporary, settings)
         digest, model, policy = content_digest(folder), ledger.model, ledger.policy(name)
         version = registration(digest, model, ledger.project)
-        card = model_card(policy, digest, model, version, license_name, settings["base"])
+        proofs = proofs_of(policy, workspace)
+        card = model_card(policy, digest, model, version, license_name, settings["base"], proofs)
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
         evaluation, verdict = _evaluation(policy), gate_of(version)
-        stated = statement(file_entries(Path(temporary)), policy, digest, verdict, evaluation)
+        stated = statement(
+            file_entries(Path(temporary)), policy, digest, verdict, evaluation, proofs
+        )
         (Path(temporary) / STATEMENT).write_text(json.dumps(stated, indent=2), encoding="utf-8")
         if key is not None:
             sign(Path(temporary), key)
@@ -157,11 +161,12 @@ def model_card(
     registered: tuple[str, dict[str, str]] | None,
     license_name: str,
     adapter_of: str | None,
+    proofs: Mapping[str, Certificate],
 ) -> str:
     """The card in Markdown with YAML front matter; only what is recorded, else "unknown".
 
     `registered` has the version and the tags of the policy in the registry; `adapter_of` is the
-    base model of an exported adapter.
+    base model of an exported adapter, `proofs` the certificates of its stages.
     """
     version = registered[0] if registered else None
     environment = Environment(  # noqa: S701 - Markdown; `_shown` escapes
@@ -180,8 +185,14 @@ def model_card(
         title=f"{model} {policy.stage.upper()}" + (f", version {version}" if version else ""),
         policy=policy, digest=digest, license=license_name, origins=origins, leaves=leaves,
         evaluation=_evaluation(policy), adapter_of=adapter_of,
-        verdict=gate_of(registered),
+        verdict=gate_of(registered), proofs=proofs,
     )  # fmt: skip
+
+
+def proofs_of(policy: Policy, workspace: Path) -> dict[str, Certificate]:
+    """What `kedro rlhf prove` found on this machine for trainings like those of a policy."""
+    found = {name: certificate_for(workspace, made) for name, made in policy.made_from.items()}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def gate_of(registered: tuple[str, dict[str, str]] | None) -> Any:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.markup import escape
 from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.errors import ArtifactError, ConfigError, install, without_secrets
 from rlhf_pipeline.kedro_run.artifacts import Policy
+from rlhf_pipeline.runtime.certificates import Certificate
 from rlhf_pipeline.runtime.manifest import NAME, FileEntry, Manifest, file_entries
 
 SUMS = "SHA256SUMS"
@@ -30,8 +32,9 @@ FOLDER = re.compile(r"/|~|\.{1,2}/|file:")
 
 
 def statement(
-    entries: Mapping[str, FileEntry], policy: Policy, digest: str, verdict: Any, evaluation: Any
-) -> dict[str, Any]:
+    entries: Mapping[str, FileEntry], policy: Policy, digest: str, verdict: Any, evaluation: Any,
+    proofs: Mapping[str, Certificate],
+) -> dict[str, Any]:  # fmt: skip
     """The statement on the files of an export; what is not recorded is null.
 
     `digest` is that of the policy's content before the export; `verdict` is that of the gate. A
@@ -42,6 +45,7 @@ def statement(
         "made_from": {stage: _record(made) for stage, made in policy.made_from.items()},
         "evaluation": evaluation,
         "gate": verdict,
+        "certificates": {stage: asdict(each) for stage, each in proofs.items()},
     }
     return {
         "_type": TYPE,
@@ -172,10 +176,12 @@ def verify(console: Console, folder: Path, key: Path | None) -> None:
     with console.status("reading every byte"):
         stated = check(folder, key)
     with _stated(folder):
-        table = plain_table("stage", "recipe", "seed", "made from")
+        proofs = {n: Certificate(**c).summary() for n, c in stated["certificates"].items()}
+        table = plain_table("stage", "recipe", "seed", "made from", "proven")
         for stage, made in stated["made_from"].items():
             inputs = ", ".join(f"{name} {digest[:8]}" for name, digest in made["inputs"].items())
-            table.add_row(*map(escape, (stage, made["recipe"][:8], str(made["seed"]), inputs)))
+            seed, proof = str(made["seed"]), proofs.get(stage, "unknown")
+            table.add_row(*map(escape, (stage, made["recipe"][:8], seed, inputs, proof)))
         console.print(table, "")
         verdict, evaluation = stated["gate"], stated["evaluation"]
         console.print(

@@ -16,6 +16,7 @@ from rlhf_pipeline.commands.command import (
     pipeline_option,
     plain_table,
 )
+from rlhf_pipeline.commands.measure import measure
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.stages import BLOCKS, in_bf16, prompt_policies
@@ -59,15 +60,34 @@ class Plan:
     is_flag=True,
     help="Only check the parameters for that hardware, as `kedro run` does.",
 )
+@click.option(
+    "--measure",
+    "measured",
+    is_flag=True,
+    help="Run a few steps of each stage here, to the end; show time and memory.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def plan(
     project: Path, pipeline: str, model: str | None, gpu: str | None, gpus: str | None,
-    check: bool, as_json: bool, env: str | None, conf_source: str | None, params: dict[str, Any],
+    check: bool, measured: bool, as_json: bool, env: str | None, conf_source: str | None,
+    params: dict[str, Any],
 ) -> None:  # fmt: skip
     """Show the memory that each stage needs, and whether it fits.
 
     Nothing is loaded or downloaded. Without --gpu and --gpus, the plan is for this machine.
+
+    With --measure, models and data are prepared, and the pipeline runs in miniature, from its first
+    stage to its registration in an MLflow of its own. The table has the time and the memory that
+    each stage will take, and the report of a finished run shows them beside the actual ones.
     """
+    if measured:
+        if model or gpu or gpus or check or as_json:
+            raise click.UsageError(
+                "--measure measures this machine: only configuration and pipeline go with it"
+            )
+        configuration = {"env": env, "conf_source": conf_source, "runtime_params": params}
+        measure(project, configuration, pipeline, console())
+        return
     conf = Path(conf_source or project / settings.CONF_SOURCE)
     check_environment(conf, env)
     if model is not None:  # the parameters are then not those of the embedded model

@@ -1,11 +1,9 @@
 """`kedro rlhf prove`: does training on this machine resume and repeat with the same bits?"""
 
 import json
-import os
 import random
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,27 +12,20 @@ from typing import Any, get_args
 
 import click
 import numpy as np
-from kedro.framework.project import pipelines
 from rich.console import Console
 
-from rlhf_pipeline.commands.command import Command, opened, pipeline_option, plain_table
-from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.commands.command import Command, pipeline_option, plain_table
+from rlhf_pipeline.commands.miniature import Miniature
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.kedro_run.artifacts import Ledger
-from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.certificates import Certificate, Property
 from rlhf_pipeline.runtime.job import LAST_SEAL, LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.processes import kill_launch
 
-PREPARED = ("source", "base_model", "split", "reward_base", "critic_base", "teacher")
-"""Stages that train nothing: the proof uses the results of the project."""
 ROUNDING = 1e-5
 """Relative difference below which two numbers may be sums of the same numbers in another order."""
-LOG = "prove.log"
 TRIES = 10
 """Kills of one stage that may come too late."""
 
@@ -74,7 +65,7 @@ def prove(
     equal, and `kedro rlhf status` shows it for trainings that differ in their length alone. The
     command fails if a bit differs, and names the first step and tensor.
     """
-    proof = Proof(ledger, configuration, project, pipeline, steps)
+    proof = Proof(Miniature(ledger, configuration, project, pipeline, "prove"), steps)
     found: dict[str, Certificate] = {}
     with console.status("training, to compare with"):
         whole = proof.whole()
@@ -102,39 +93,17 @@ def prove(
 
 
 class Proof:
-    """The short trainings of one pipeline, in a folder of their own."""
+    """The short trainings of one pipeline."""
 
-    def __init__(
-        self, ledger: Ledger, configuration: Mapping[str, Any], project: Path, pipeline: str,
-        steps: int,
-    ) -> None:  # fmt: skip
-        self._ledger, self._project, self._configuration = ledger, project, configuration
-        self._pipeline, self._steps, specs = pipeline, steps, stage_specs()
-        load, nodes = ledger.catalog.load, [node.name for node in pipelines[pipeline].nodes]
-        trained = [n for n in nodes if n in specs and ".training." in specs[n].program]
-        self._blocks = {n: load(f"params:{n}") for n in trained}
-        self._stages = [name for name in trained if self._blocks[name] is not None]
-        if "split" not in nodes or not self._stages:
-            raise ConfigError(
-                f"--pipeline: found {pipeline}, expected one that prepares data and trains. Fix: "
-                "choose full"
-            )
-        self.root = ledger.workspace.parent / "prove"
-        self._workspace = self.root / ledger.workspace.name
-        shutil.rmtree(self.root, ignore_errors=True)
-        self._workspace.mkdir(parents=True)
-        for name in PREPARED:
-            (ledger.workspace / name).mkdir(parents=True, exist_ok=True)
-            (self._workspace / name).symlink_to(ledger.workspace / name)
+    def __init__(self, miniature: Miniature, steps: int) -> None:
+        self._miniature, self._steps, self.root = miniature, steps, miniature.root
+        self._workspace = miniature.workspace
 
     def whole(self) -> dict[str, Observed]:
         """Train all stages without an interruption."""
-        with opened(self._project, self._configuration, {}) as (session, _):
-            session.run(pipeline_names=[self._pipeline], to_nodes=["split"])
-        report = self._ledger.datasets["split"].versions()[-1] / "report.json"
-        self._rows = json.loads(report.read_text(encoding="utf-8"))["files"]
-        self._train(self._stages[-1])
-        return {stage: self._observed(stage) for stage in self._stages}
+        self._miniature.prepare()
+        self._train(self._miniature.stages[-1])
+        return {stage: self._observed(stage) for stage in self._miniature.stages}
 
     def resumed(self, stage: str, first: Observed) -> tuple[int, Observed]:
         """Train a stage, kill it at a random instant, and resume it: the last step before."""
@@ -172,62 +141,38 @@ class Proof:
 
     def _train(self, stage: str) -> Observed:
         """Train a stage and what it needs, or resume it."""
-        if self._start(stage).wait() != 0:
-            raise StageError(f"prove: {stage} failed. Fix: read its output in {self.root / LOG}")
+        self._miniature.finish(self._start(stage), f"prove: {stage}")
         return self._observed(stage)
 
     def _start(self, stage: str) -> "subprocess.Popen[bytes]":
         """Start the `kedro run` of all stages up to one, which reuses the finished ones."""
-        given = dict(leaves(self._configuration["runtime_params"])) | {"root": str(self.root)}
-        given |= {"store": None}  # a download would be compared with itself
-        given |= {name: value for each in self._stages for name, value in self._short(each)}
-        words = [f"{name}={json.dumps(value)}" for name, value in given.items()]
-        command = [sys.executable, "-P", sys.argv[0], "run", f"--params={','.join(words)}"]
-        command += [f"--pipelines={self._pipeline}", f"--to-nodes={stage}"]
-        for option in ("env", "conf_source"):
-            if value := self._configuration[option]:
-                command.append(f"--{option.replace('_', '-')}={value}")
-        environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{self.root}/mlflow.db"}
-        with (self.root / LOG).open("ab") as log:
-            return subprocess.Popen(
-                command, cwd=self._project, env=environment, stdout=log, stderr=log
-            )
-
-    def _short(self, stage: str) -> Iterator[tuple[str, Any]]:
-        """The parameters with which a stage takes a few steps."""
-        block = self._blocks[stage]
-        yield f"{stage}.checkpoint_every", max(1, self._steps // 3)
-        yield f"{stage}.log_every", 1
-        if isinstance(block, PPOConfig):
-            yield f"{stage}.steps", self._steps
-            yield f"{stage}.critic_warmup_steps", min(block.critic_warmup_steps, 1)
-        elif isinstance(block, SampledConfig):
-            yield f"{stage}.sample.prompts", self._steps * vars(block)["batch_size"]
-            yield from ((f"{stage}.rounds", 1), (f"{stage}.epochs", 1))
-        else:
-            phases = "sft", "reward_model", "kto"
-            of = {name: self._rows[f"{name}/train.arrow"]["rows"] for name in phases}
-            of |= {"dpo": of["reward_model"], "kto": 2 * of["reward_model"] + of["kto"]}
-            if stage not in of:
-                raise ConfigError(f"prove: found {stage}, a policy whose length nobody here knows")
-            yield f"{stage}.epochs", (self._steps + 0.5) * block.batch_size / of[stage]
+        saved = max(1, self._steps // 3)
+        short = [
+            pair
+            for each in self._miniature.stages
+            for pair in self._miniature.short(each, self._steps, saved)
+        ]
+        return self._miniature.start(dict(short), f"--to-nodes={stage}")
 
     def _written(self, stage: str) -> int:
         files = (self._workspace / stage).glob("*/metrics.jsonl")
         return sum(file.read_bytes().count(b"\n") for file in files)
 
     def _observed(self, stage: str) -> Observed:
-        (manifest,) = (self._workspace / stage).glob("*/export/manifest.json")
-        folder = manifest.parents[1]
-        records = read_json_lines(folder / "metrics.jsonl")
-        seconds = records[-1]["time"] - records[0]["time"]
-        files = Manifest.read(manifest.parent).files
-        weights = {n: e.sha256 for n, e in files.items() if n.endswith(".safetensors")}
-        sealed = json.loads((folder / LAST_SEAL).read_text())
-        optimizer = {n: e["sha256"] for n, e in sealed.items() if n != "loop.json"}  # it has times
+        folder = self._miniature.folder(stage)
         kept = self.root / "kept" / stage / str(time.time_ns()) / folder.name
-        shutil.copytree(folder, kept)  # the next training replaces it
-        return Observed([*map(_without_times, records)], weights, optimizer, kept, seconds)
+        return observe(shutil.copytree(folder, kept))  # the next training replaces it
+
+
+def observe(folder: Path) -> Observed:
+    """What a finished training left in its work directory."""
+    records = read_json_lines(folder / "metrics.jsonl")
+    seconds = records[-1]["time"] - records[0]["time"]
+    files = Manifest.read(folder / "export").files
+    weights = {n: e.sha256 for n, e in files.items() if n.endswith(".safetensors")}
+    sealed = json.loads((folder / LAST_SEAL).read_text())
+    optimizer = {n: e["sha256"] for n, e in sealed.items() if n != "loop.json"}  # it has times
+    return Observed([*map(_without_times, records)], weights, optimizer, folder, seconds)
 
 
 def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest, verify
 from rlhf_pipeline.tracking.registration import conditions, read_registration
+from rlhf_pipeline.tracking.traces import log_answers
 from rlhf_pipeline.verdict.answers import (
     Answer,
     complete_judges,
@@ -24,7 +25,7 @@ from rlhf_pipeline.verdict.answers import (
     read_answers,
     scores_by,
 )
-from rlhf_pipeline.verdict.comparison import BASE_MODEL, read_evaluation
+from rlhf_pipeline.verdict.comparison import BASE_MODEL, baseline_of, read_evaluation
 from rlhf_pipeline.verdict.page import evaluation_page, is_current
 from rlhf_pipeline.verdict.statistics import ALPHA, standardized_gain, win_rate
 from rlhf_pipeline.verdict.words import ABSENT, METRICS, counted, metric_value, title
@@ -38,13 +39,21 @@ from rlhf_pipeline.verdict.words import ABSENT, METRICS, counted, metric_value, 
     default=True,
     help="Open the page in a browser, which is the default.",
 )
-def report(ledger: Ledger, console: Console, evaluation: str | None, show: bool) -> None:
+@click.option(
+    "--traces", is_flag=True, help="Log every answer to MLflow, for its own evaluation pages."
+)
+def report(
+    ledger: Ledger, console: Console, evaluation: str | None, show: bool, traces: bool
+) -> None:
     """Show the page of EVALUATION with its verdict, results, curves and answers.
 
     EVALUATION is a version that `kedro rlhf runs` lists, or the folder of an evaluation. The name
     of a policy (a version or an alias of the registered model, or a folder) selects the newest
     evaluation of that policy. The default is the newest of all evaluations. If the page does not
     exist yet, or it or the evaluation was changed, the command makes it.
+
+    With --traces, MLflow gets two runs with a trace for each answer and the scores of all judges.
+    `mlflow.genai.compare_evaluations` compares such runs.
     """
     folder = ledger.evaluation(evaluation).resolve()
     page = ledger.beside(folder, "page") or folder.with_name(f"{folder.name}.html")
@@ -55,9 +64,18 @@ def report(ledger: Ledger, console: Console, evaluation: str | None, show: bool)
         is_here = registered and registered.is_file()
         registration = read_registration(registered) if registered and is_here else None
         page.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(page, evaluation_page(folder, models, registration))
+        write_atomically(page, evaluation_page(folder, models, registration, ledger.workspace))
     link = page.resolve().as_uri()
     show_link(console, "page", link)
+    if traces:
+        compared, given = read_evaluation(folder), read_answers(folder)
+        pair = {name: given[name] for name in (baseline_of(compared), compared["candidate"])}
+        judges = complete_judges([each for answers in pair.values() for each in answers])
+        fingerprint = Manifest.read(folder).fingerprint
+        with console.status("logging each answer"):
+            logged = log_answers(ledger.project, fingerprint, pair, judges)
+        for policy, run in logged.items():
+            console.print(f"{policy}: MLflow run {run}")
     if show:
         webbrowser.open(link)
 

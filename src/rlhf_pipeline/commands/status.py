@@ -148,7 +148,7 @@ def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
     ranks = int(run.recipe.get("processes", 1))
     workspace = run.directory.parents[1]
     if found := certificate_of(workspace, run.stage, run.config, run.versions, ranks):
-        details += [f"{what}: {found.words(what)}" for what in found.tries]
+        details.append(found.summary())
     return Row(run.title, planned.state, run.fingerprint[:8], "; ".join(details))
 
 

@@ -205,10 +205,12 @@ def report(
     sft_model: Path,
     candidate_model: Path,
     reward_model: Path,
+    workspace: str,
 ) -> str:
     """Make the page, after the registration: verdict, results, curves, every answer."""
     try:
-        return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)
+        models = candidate_model, reward_model, sft_model
+        return evaluation_page(evaluation, models, registration, Path(workspace))
     except Exception as error:
         raise PipelineError(
             f"page of {evaluation}: found {type(error).__name__} ({error}), expected a page. "

@@ -159,7 +159,7 @@ def _nodes() -> dict[str, Node]:
         after: list[tuple[Callable[..., Any], str, str]] = [
             (evaluate.evaluate(policy.spec), f"{trained} params:evaluate {stage}", evaluation),
             (evaluate.register, f"{trained} {evaluation} workspace {blocks}", registration),
-            (evaluate.report, f"{evaluation} {registration} {models}", page),
+            (evaluate.report, f"{evaluation} {registration} {models} workspace", page),
         ]
         reads = f"{policy.reads} params:{name} params:policy_seed stages"
         nodes[name] = _node(name, policy.train, reads, f"{name}_model")

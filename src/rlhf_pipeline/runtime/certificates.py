@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.manifest import json_digest
+from rlhf_pipeline.runtime.manifest import Manifest, json_digest
 
 Property = Literal["resume", "repeat"]
 FOLDER = "certificates"
@@ -60,6 +60,10 @@ class Certificate:
         tries = self.tries.get(what, [])
         return f"{sum(found is None for _, found in tries)} of {len(tries)} equal"
 
+    def summary(self) -> str:
+        """All that was tried: "resume: 3 of 3 equal; repeat: 1 of 1 equal"."""
+        return "; ".join(f"{what}: {self.words(what)}" for what in self.tries)
+
     def differences(self) -> Iterator[str]:
         """A line for each try that differed."""
         for what, tries in self.tries.items():
@@ -80,6 +84,11 @@ def certificate_of(
     key = certificate_key(stage, config, versions, ranks)
     file = workspace / FOLDER / f"{stage}-{key[:16]}.json"
     return Certificate(**json.loads(file.read_text())) if file.is_file() else None
+
+
+def certificate_for(workspace: Path, made: Manifest) -> Certificate | None:
+    """The certificate of trainings like that of an artifact."""
+    return certificate_of(workspace, made.stage, made.config, made.versions, made.ranks)
 
 
 def certificate_key(

@@ -9,6 +9,7 @@ memory only. A thread writes the file, so training waits for no disk and no rank
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -59,6 +60,8 @@ class Heartbeat:
     """Where the process runs, see `machine`."""
     scorer: str = ""
     """The reward or the judge that scores; empty in other work."""
+    peak: int = 0
+    """Bytes that it held at most, known when its process ends, see `peak_memory`."""
 
     def __str__(self) -> str:
         by = f" by {self.scorer}" if self.scorer else ""
@@ -90,6 +93,18 @@ def process_identity(pid: int) -> str | None:
     return None if fields[0] in "ZX" else f"{pid}@{fields[19]}"
 
 
+def peak_memory() -> int:
+    """Bytes that this process held at most: of its GPU, or else of main memory.
+
+    Main memory contains the pages of files that are mapped, such as those of libraries.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_reserved())
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
 def start(directory: Path, rank: int) -> None:
     """Start to report into a work directory, in phase `loading`."""
     global _here, _file
@@ -105,6 +120,8 @@ def begin_phase(phase: Phase, step: int | None = None) -> None:
     """Begin a phase. All ranks call this in the same order. None: the step does not change."""
     step, phases = step or _here.step, _here.phases + 1
     _progress(phase=phase, step=step, since=time.time(), phases=phases, pieces=0, scorer="")
+    if phase in ENDS:
+        _progress(peak=peak_memory())
     _begun.set()
     if phase in ENDS and _file is not None:
         _write(_file, _here)

@@ -8,6 +8,7 @@
 
 import logging
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import force_to_disk
 from rlhf_pipeline.runtime.job import LAST_SEAL, SEAL, list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
+from rlhf_pipeline.runtime.usage import Usage
 from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.workspace import (
     RECIPE,
@@ -100,10 +102,14 @@ def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
     run = replace(run, resume_from=resume_from)
     write_job(run)
     context.listener.stage_started(run)
+    begin = time.monotonic()
     try:
         launch(job.spec, run, context)
         metrics = Manifest.read(run.export).metrics
         force_to_disk(run.export)
+        peaks = [each.peak for each in heartbeat.read_heartbeats(run.directory).values()]
+        usage = Usage(time.monotonic() - begin, max(peaks, default=0), resume_from is not None)
+        usage.write(run.directory)
         _forget_training(job, run.checkpoints)
         shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)
     except BaseException as error:

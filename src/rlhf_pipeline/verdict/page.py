@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.runtime.certificates import certificate_for
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verified
 from rlhf_pipeline.runtime.metrics_file import answers_in, read_curves, read_json_lines
+from rlhf_pipeline.runtime.usage import forecast_of, usage_of
+from rlhf_pipeline.sizing.hardware import GIB
 from rlhf_pipeline.verdict.answers import ANSWERS, judge_title, score_name
 from rlhf_pipeline.verdict.charts import Chart, Records, frontier, histogram, short, training_charts
 from rlhf_pipeline.verdict.comparison import BASELINE, baseline_of, read_evaluation, reward_title
@@ -37,10 +40,16 @@ _SEAL = "\n<!-- evaluation "
 
 
 def evaluation_page(
-    evaluation: Path, artifacts: Iterable[Path], registration: Mapping[str, Any] | None
+    evaluation: Path,
+    artifacts: Iterable[Path],
+    registration: Mapping[str, Any] | None,
+    workspace: Path | None = None,
 ) -> str:
     """The page of an evaluation; it shows the models among the artifacts that it was made from.
-    Raises ArtifactError if a file was changed."""
+
+    The workspace knows what they took, what was forecast, and what was proven of their trainings.
+    Raises ArtifactError if a file was changed.
+    """
     compared = read_evaluation(evaluation)
     manifest = Manifest.read(evaluation)
     models: dict[str, Manifest] = {}
@@ -73,12 +82,38 @@ def evaluation_page(
         manifest=manifest,
         reward_report=reward_report,
         models=models,
+        took=took([*models.values(), manifest], workspace) if workspace else [],
         metrics=metric_rows(compared),
         data=_table(compared, answers),
         sections=[*_sections(compared, models, records, answers)],
         sampled=answers_in(records.get(policy, [])),
     )
     return _sealed(text, evaluation)
+
+
+def took(made: Iterable[Manifest], workspace: Path) -> list[list[str]]:
+    """What stages took beside what was forecast, and what was proven: a row for each stage of which
+    something is known on this machine."""
+    rows = []
+    for each in made:
+        usage, forecast = usage_of(workspace, each), forecast_of(workspace, each)
+        proof = certificate_for(workspace, each)
+        if usage is None and proof is None:
+            continue
+        whole = usage is not None and not usage.resumed  # else a part of the time is not known
+        rows.append(
+            [
+                each.stage,
+                f"{usage.seconds:.0f} s" if usage and whole else ABSENT,
+                "{1:.0f} s [{0:.0f} s, {2:.0f} s]".format(*forecast.seconds)
+                if forecast
+                else ABSENT,
+                f"{usage.peak / GIB:.2f}" if usage and usage.peak else ABSENT,
+                f"{forecast.peak[1] / GIB:.2f}" if forecast else ABSENT,
+                proof.summary() if proof else ABSENT,
+            ]
+        )
+    return rows
 
 
 def is_current(page: str, evaluation: Path) -> bool:
