@@ -26,8 +26,8 @@ def test_a_short_run_forecasts_the_stage_that_then_runs(project):
     project.kedro("--pipeline=sft", params=changed)
     ((forecast, usage),) = forecasts(project, "sft")
     least, expected, most = forecast.seconds
-    assert 0 < least < expected < most and usage.seconds > 0
-    assert usage.peak == pytest.approx(forecast.peak[1], rel=0.08)
+    assert least < expected < most and usage.seconds / 3 < expected < 3 * usage.seconds
+    assert usage.peak == pytest.approx(forecast.peak, rel=0.08)
     printed = project.kedro("--pipeline=sft", "--measure", command="rlhf plan", params=changed)
     assert re.search(r"^sft: finished, took \d+ s", printed, re.MULTILINE)
 
@@ -47,7 +47,7 @@ def test_each_stage_of_a_pipeline_has_a_forecast(project, pipeline, stages):
     project.kedro(f"--pipeline={pipeline}", params=changed)
     for forecast, usage in forecasts(project, *stages):
         assert forecast is not None
-        assert usage.peak == pytest.approx(forecast.peak[1], rel=0.08)
+        assert usage.peak == pytest.approx(forecast.peak, rel=0.08)
 
 
 @pytest.mark.long

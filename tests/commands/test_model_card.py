@@ -58,10 +58,10 @@ def test_a_certificate_is_shown_with_its_processor():
     proof.note("repeat", "trained again", "step 3: other rows")
     text, _ = card(PPO, proofs={"ppo": proof})
     assert (
-        "Killed and repeated trainings like that of ppo, on AMD EPYC: resume: 1 of 1 equal; "
-        "repeat: 0 of 1 equal, bit for bit."
+        "Of trainings like that of ppo, `kedro rlhf prove` found on AMD EPYC, bit for bit: "
+        "resume: 1 of 1 equal; repeat: 0 of 1 equal."
     ) in text
-    assert "repeated trainings" not in card(PPO)[0]
+    assert "kedro rlhf prove" not in card(PPO)[0]
 
 
 def test_numbers_have_their_intervals_and_the_verdict_its_conditions(tmp_path):

@@ -6,7 +6,12 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.ppo import CriticConfig, PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SavingConfig, SFTConfig
+from rlhf_pipeline.config.training import (
+    RewardModelConfig,
+    SavingConfig,
+    SFTConfig,
+    evaluation_steps,
+)
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 2}
@@ -126,3 +131,8 @@ def test_a_base_model_of_its_own_and_the_start_belong_together(kind, fields, mes
     with pytest.raises(ValidationError) as refusal:
         kind.model_validate(given | fields)
     assert message in str(refusal.value)
+
+
+def test_evaluations_are_evenly_spaced_and_the_last_one_is_after_the_last_step():
+    assert evaluation_steps(10, 4) == {2, 5, 8, 10}
+    assert evaluation_steps(3, 5) == {1, 2, 3}

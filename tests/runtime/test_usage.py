@@ -21,7 +21,7 @@ def made(tmp_path):
 
 def test_the_last_attempt_of_a_recipe_is_what_an_artifact_took(made, tmp_path):
     assert usage_of(tmp_path, made) is None
-    for name, seconds in ((made.fingerprint[:16], 9.0), (f"{made.fingerprint[:16]}-2", 5.0)):
+    for name, seconds in ((made.fingerprint[:16], 9.0), (f"{made.fingerprint[:16]}.10", 5.0)):
         (tmp_path / "sft" / name).mkdir(parents=True)
         Usage(seconds, 2**30, resumed=False).write(tmp_path / "sft" / name)
     assert usage_of(tmp_path, made) == Usage(5.0, 2**30, resumed=False)
@@ -29,7 +29,7 @@ def test_the_last_attempt_of_a_recipe_is_what_an_artifact_took(made, tmp_path):
 
 
 def test_a_forecast_is_for_these_parameters_on_this_machine(made, tmp_path, monkeypatch):
-    forecast = Forecast("sft", made.config, made.ranks, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    forecast = Forecast("sft", made.config, made.ranks, (1.0, 2.0, 3.0), 5.0)
     forecast.write(tmp_path)
     found = forecast_of(tmp_path, made)
     assert found is not None and tuple(found.seconds) == (1.0, 2.0, 3.0)

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
-from rlhf_pipeline.training.step_log import DivergenceGuard, StepLog, evaluation_steps
+from rlhf_pipeline.training.step_log import DivergenceGuard, StepLog
 
 
 @pytest.fixture
@@ -50,8 +50,3 @@ def test_metrics_are_written_with_the_times_if_they_are_due(log, tmp_path):
     (line,) = lines(tmp_path)
     assert line["metrics"].keys() == {"objective/kl", "time/rollout_s", "time/step_s"}
     assert 0 <= line["metrics"]["time/rollout_s"] <= line["metrics"]["time/step_s"]
-
-
-def test_evaluations_are_evenly_spaced_and_the_last_one_is_after_the_last_step():
-    assert evaluation_steps(10, 4) == {2, 5, 8, 10}
-    assert evaluation_steps(3, 5) == {1, 2, 3}

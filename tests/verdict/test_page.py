@@ -49,7 +49,7 @@ def test_times_stand_beside_their_forecasts_and_proofs(evaluation, models, tmp_p
         folder = workspace / made.stage / made.fingerprint[:16]
         folder.mkdir(parents=True)
         Usage(61.0, 3 * 2**30, resumed).write(folder)
-    forecast = Forecast("ppo", ppo.config, ppo.ranks, (50.0, 60.0, 70.0), (1.0, 2.5 * 2**30, 3.0))
+    forecast = Forecast("ppo", ppo.config, ppo.ranks, (50.0, 60.0, 70.0), 2.5 * 2**30)
     forecast.write(workspace)
     proof = Certificate.of("sft", sft.config, sft.versions, sft.ranks, 7, {})
     proof.note("resume", "killed after step 2", None)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from rlhf_pipeline.commands.miniature import Miniature
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.training import SupervisedConfig
+from rlhf_pipeline.config.training import SupervisedConfig, evaluation_steps
 from rlhf_pipeline.kedro_run.artifacts import Ledger
-from rlhf_pipeline.pipelines.table import RUN
+from rlhf_pipeline.pipelines.table import RUN, policy_stages, stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.runtime.usage import USAGE, Forecast, Usage, usage_of
@@ -26,15 +26,18 @@ from rlhf_pipeline.sizing.forecast import (
     Timings,
     answering_range,
     lengths,
+    peak_after,
     training_range,
-    with_drift,
 )
 from rlhf_pipeline.sizing.hardware import GIB
 
 STEPS, ROLLOUTS = 8, 4
 """Steps of a short training: of one on prepared rows, and of one that samples answers."""
-SHARES = 8, 2
-"""Which part of the prompts of a stage that answers the two short runs have: 1/8 and 1/2."""
+ANSWERS = 1, 4
+"""Batches of answers that the two short runs of a stage sample, if it does not sample fewer."""
+UNKNOWN = "tasks", "judge_split", "judge_model"
+"""Stages of an evaluation that run in the miniature and are not forecast: how many rows they read
+is known later."""
 
 
 class Short(NamedTuple):
@@ -50,52 +53,70 @@ def measure(
 ) -> None:
     """Run a pipeline in miniature, to its end, and show what the pipeline itself will take."""
     with opened(project, configuration, {}) as (_, ledger):
-        finished = finished_stages(ledger, pipeline)
-        miniature = Miniature(ledger, configuration, project, pipeline, "measure", finished)
-        with console.status("preparing models and data"):
-            miniature.prepare()
-        shorts: dict[str, list[Short]] = {}
-        for number, what in enumerate(("a first time", "with other lengths"), start=1):
-            with console.status(f"running a few steps of each stage, {what}"):
-                miniature.finish(miniature.start(short_run(miniature, number)), "plan --measure")
-            for stage, short in _new(miniature, shorts):
-                shorts.setdefault(stage, []).append(short)
-        forecasts = [*forecast(miniature, shorts)]
-        for each in forecasts:
-            each.write(ledger.workspace)
-        show(forecasts, finished, ledger, miniature, console)
-    shutil.rmtree(miniature.root)
+        finished, is_whole = finished_stages(ledger, pipeline)
+        forecasts: list[Forecast] = []
+        if not is_whole:
+            miniature = Miniature(ledger, configuration, project, pipeline, "measure", finished)
+            found = measured(miniature, console)
+            forecasts = [each for each in found if each.stage not in finished]
+            for each in forecasts:
+                each.write(ledger.workspace)
+            shutil.rmtree(miniature.root)
+        show(forecasts, finished, ledger, pipeline, console)
 
 
-def finished_stages(ledger: Ledger, pipeline: str) -> dict[str, list[Manifest]]:
-    """The stages of a pipeline whose runs are all finished here, with their results."""
-    planned_rows(pipelines[pipeline], ledger.catalog)
+def measured(miniature: Miniature, console: Console) -> list[Forecast]:
+    """Run the miniature twice, and forecast what ran."""
+    with console.status("preparing models and data"):
+        miniature.prepare()
+    shorts: dict[str, list[Short]] = {}
+    for number, what in enumerate(("a first time", "with other lengths")):
+        with console.status(f"running a few steps of each stage, {what}"):
+            miniature.finish(miniature.start(short_run(miniature, number)), "plan --measure")
+        for stage, short in _new(miniature, shorts):
+            shorts.setdefault(stage, []).append(short)
+    return [*forecast(miniature, shorts)]
+
+
+def finished_stages(ledger: Ledger, pipeline: str) -> tuple[dict[str, list[Manifest]], bool]:
+    """The results of the stages of a pipeline that are finished here, and whether all are."""
+    rows = planned_rows(pipelines[pipeline], ledger.catalog)
     planned = RUN["stages"].stages.values()
     open_ones = {each.run.stage for each in planned if each.state != "finished"}
     found: dict[str, list[Manifest]] = {}
     for each in planned:
         if each.run.stage not in open_ones:
             found.setdefault(each.run.stage, []).append(Manifest.read(each.run.export))
-    return found
+    always = {node.name for node in pipelines[pipeline].nodes} - stage_specs().keys()
+    waiting = (row for row in rows if row.state not in ("finished", "skip"))
+    return found, all(row.stage in always for row in waiting)
 
 
 def short_run(miniature: Miniature, number: int) -> dict[str, Any]:
-    """The parameters of the first or second short run of all stages."""
+    """The parameters of the first or the second short run of all stages: 0 or 1."""
     params: dict[str, Any] = {}
     for stage in miniature.stages:
         block = miniature.blocks[stage]
         steps = ROLLOUTS if isinstance(block, PPOConfig) else STEPS
         params |= dict(miniature.short(stage, steps, steps // 2)) | {f"{stage}.evaluations": 1}
-        if isinstance(block, PPOConfig) and number == 1:
+        if isinstance(block, PPOConfig) and number == 0:
             limit = max(1, block.sampling.max_response_tokens // 2)
             buffer = block.overlong_buffer if block.overlong_penalty else 0
             params[f"{stage}.sampling.max_response_tokens"] = max(limit, buffer)
         if isinstance(block, SampledConfig):
-            wanted = wanted_prompts(block, miniature)
-            params[f"{stage}.sample.prompts"] = _share(wanted, number)
-    params["evaluate.prompts"] = _share(test_prompts(miniature), number)
-    if miniature.load("params:evaluate").tasks is not None:
+            batch = block.sample.sampling.batch_size_per_gpu * miniature.ranks // block.sample.n
+            asked = max(batch * ANSWERS[number], (3 + number) * vars(block)["batch_size"])
+            params[f"{stage}.sample.prompts"] = min(asked, sampled_prompts(block, miniature))
+            if "sft" in miniature.stages:  # whose policy does not end its answers yet
+                params[f"{stage}.sample.cut_answers"] = "keep"
+    evaluate = miniature.load("params:evaluate")
+    batch = evaluate.sampling.batch_size_per_gpu * miniature.ranks // evaluate.answers_per_prompt
+    asked = max(batch * ANSWERS[number], miniature.ranks, 2)
+    params["evaluate.prompts"] = min(asked, test_prompts(miniature))
+    if evaluate.tasks is not None:
         params["evaluate.tasks.limit"] = 2
+    if evaluate.judge_model is not None:
+        params["evaluate.judge_model.epochs"] = 0.01
     return params
 
 
@@ -105,8 +126,10 @@ def test_prompts(miniature: Miniature) -> int:
     return int(min(wanted, miniature.files["evaluation/test.arrow"]["rows"]))
 
 
-def _share(prompts: int, number: int) -> int:
-    return min(prompts, max(8 * number, prompts // SHARES[number - 1]))
+def sampled_prompts(block: SampledConfig, miniature: Miniature) -> int:
+    """The prompts that a policy answers in a round to train on the answers."""
+    rows = int(miniature.files["ppo/train.arrow"]["rows"])
+    return min(block.sample.prompts or rows, rows)
 
 
 def _new(miniature: Miniature, known: Mapping[str, list[Short]]) -> Iterator[tuple[str, Short]]:
@@ -121,25 +144,21 @@ def _new(miniature: Miniature, known: Mapping[str, list[Short]]) -> Iterator[tup
 
 
 def forecast(miniature: Miniature, shorts: Mapping[str, list[Short]]) -> Iterator[Forecast]:
-    """What each stage will take that ran in the miniature.
-
-    The benchmarks of `evaluate.tasks` are not forecast: nobody here knows how many rows they have.
-    """
-    own = sampled_tokens(miniature, shorts)
+    """What each stage will take that ran in the miniature."""
     for stage, seen in shorts.items():
-        if stage == "tasks":
+        if stage in UNKNOWN:
             continue
         *_, last = seen
         block = miniature.blocks.get(stage)
         if isinstance(block, SupervisedConfig | PPOConfig):
             seconds = training(block, seen, shorts, miniature)
-        elif len(seen) > 1:
-            seconds = answering(seen, own, miniature)
-        else:  # it ran as a whole
-            seconds = with_drift([last.usage.seconds] * 3, 0.0)
-        peaks = sorted(float(each.usage.peak) for each in seen)
+        else:
+            seconds = answering(seen, sampled_tokens(shorts), miniature)
         config = real_config(last.made.config, miniature)
-        yield Forecast(stage, config, last.made.ranks, seconds, (peaks[0], peaks[-1], peaks[-1]))
+        peak = float(max(each.usage.peak for each in seen))
+        if isinstance(block, PPOConfig):
+            peak = peak_after(peak, ROLLOUTS, block.steps)
+        yield Forecast(stage, config, last.made.ranks, seconds, peak)
 
 
 def training(
@@ -159,35 +178,36 @@ def training(
         timings = timings[-1:]  # those of rejection sampling have other numbers of steps
         if isinstance(block, SampledConfig):
             share = 1 - shorts["sample"][-1].made.metrics["sample/without_row"]
-            rows = share * wanted_prompts(block, miniature)
+            rows = share * sampled_prompts(block, miniature)
         else:
             rows = miniature.rows(seen[-1].made.stage)
         steps = max(1, int(block.epochs * rows) // block.batch_size)
-    at_evaluations = block.evaluations * block.checkpoint_at_evaluations
-    saved = at_evaluations + steps // (block.checkpoint_every or steps + 1)
-    return training_range(timings, steps, block.evaluations, saved, answers)
+    evaluated = evaluation_steps(steps, block.evaluations)
+    saved = sum(
+        block.checkpoint_due(step, last=steps, evaluated=step in evaluated)
+        for step in range(1, steps + 1)
+    )
+    prompt = mean_tokens(miniature, "ppo/train.arrow", "prompt_ids")
+    return training_range(timings, steps, len(evaluated), saved, answers, prompt)
 
 
 def answering(seen: list[Short], tokens: float, miniature: Miniature) -> Range:
-    """Seconds of a stage that answers all prompts of the project."""
+    """Seconds of a stage that answers all prompts of the project.
+
+    `tokens` is the mean length of the answers in the miniature.
+    """
     (name,) = seen[-1].made.config.keys() - {"candidate", "table"}
-    asked = [each.made.config[name]["prompts"] for each in seen]
-    if name == "evaluate":
-        wanted, limit = test_prompts(miniature), seen[-1].made.config[name]["sampling"]
+    block = miniature.blocks.get(name.removesuffix(".sample"))
+    if isinstance(block, SampledConfig):
+        wanted = sampled_prompts(block, miniature)
     else:
-        block = miniature.blocks[name.removesuffix(".sample")]
-        assert isinstance(block, SampledConfig), name
-        wanted, limit = wanted_prompts(block, miniature), seen[-1].made.config[name]["sampling"]
-    answers = expected_answers(miniature, tokens, limit["max_response_tokens"])
+        wanted = test_prompts(miniature)
+    given = [each.made.config[name] for each in seen]
+    answers = expected_answers(miniature, tokens, given[-1]["sampling"]["max_response_tokens"])
     prompt = mean_tokens(miniature, "evaluation/test.arrow", "prompt_ids")
     least, expected, most = ((prompt + each) / (prompt + tokens) for each in answers)
     took = [each.usage.seconds for each in seen]
-    return answering_range(asked, took, wanted, (least, expected, most))
-
-
-def wanted_prompts(block: SampledConfig, miniature: Miniature) -> int:
-    """The prompts that a policy answers in a round to train on the answers."""
-    return block.sample.prompts or int(miniature.files["ppo/train.arrow"]["rows"])
+    return answering_range([x["prompts"] for x in given], took, wanted, (least, expected, most))
 
 
 def expected_answers(miniature: Miniature, tokens: float, limit: int) -> Range:
@@ -207,7 +227,7 @@ def mean_tokens(miniature: Miniature, file: str, column: str) -> float:
     return float(found["tokens"][column]["total"] / max(1, found["rows"]))
 
 
-def sampled_tokens(miniature: Miniature, shorts: Mapping[str, list[Short]]) -> float:
+def sampled_tokens(shorts: Mapping[str, list[Short]]) -> float:
     """Mean length of the answers in the evaluation of the miniature."""
     found = [
         value
@@ -221,37 +241,41 @@ def sampled_tokens(miniature: Miniature, shorts: Mapping[str, list[Short]]) -> f
 def real_config(config: Mapping[str, Any], miniature: Miniature) -> dict[str, Any]:
     """The parameters of a stage, with those of the project for those of the short run."""
     changed = json.loads(json.dumps(config))
-    for name in short_run(miniature, 1).keys() | short_run(miniature, 2).keys():
+    for name in short_run(miniature, 0).keys() | short_run(miniature, 1).keys():
         for block in (each for each in changed if name.startswith(f"{each}.")):
-            *folders, last = name.removeprefix(f"{block}.").split(".")
             inside, given = changed[block], miniature.load(f"params:{block.partition('.')[0]}")
-            for part in block.split(".")[1:]:
+            *folders, last = name.removeprefix(f"{block}.").split(".")
+            for part in (*block.split(".")[1:], *folders):
                 given = getattr(given, part)
             for folder in folders:
-                inside, given = inside[folder], getattr(given, folder)
+                inside = inside.get(folder, {})
             if last in inside:
                 inside[last] = getattr(given, last)
     return dict(changed)
 
 
 def show(
-    forecasts: list[Forecast], finished: Mapping[str, list[Manifest]], ledger: Ledger,
-    miniature: Miniature, console: Console,
+    forecasts: Sequence[Forecast], finished: Mapping[str, list[Manifest]], ledger: Ledger,
+    pipeline: str, console: Console,
 ) -> None:  # fmt: skip
-    """Print a row for each stage, and their sum."""
+    """Print a row for each stage, and their sum; a policy in rounds runs its stages in each."""
+    rounds = 1
+    for node in pipelines[pipeline].nodes:
+        if node.name in policy_stages():
+            rounds = getattr(ledger.catalog.load(f"params:{node.name}"), "rounds", 1)
+    in_rounds = {"sample", *policy_stages()}
     table = plain_table("stage", numbers=["time", "from", "to", "GiB of a rank"])
-    total, sampled = [0.0, 0.0, 0.0], miniature.blocks.values()
-    rounds = {"sample": max(getattr(each, "rounds", 1) for each in sampled)}
-    rounds |= {name: getattr(each, "rounds", 1) for name, each in miniature.blocks.items()}
+    total = [0.0, 0.0, 0.0]
     for each in forecasts:
-        times = rounds.get(each.stage, 1)
+        times = rounds if each.stage in in_rounds else 1
         least, expected, most = seconds = [times * one for one in each.seconds]
         total = [one + other for one, other in zip(total, seconds, strict=True)]
-        size = f"{each.peak[-1] / GIB:.2f}"
+        size = f"{each.peak / GIB:.2f}"
         table.add_row(each.stage, *map(duration, (expected, least, most)), size)
-    least, expected, most = total
-    table.add_row("[bold]all", *map(duration, (expected, least, most)), "")
-    console.print(table)
+    if forecasts:
+        least, expected, most = total
+        table.add_row("[bold]all", *map(duration, (expected, least, most)), "")
+        console.print(table)
     for stage, made in finished.items():
         known = [usage_of(ledger.workspace, each) for each in made]
         took = sum(each.seconds for each in known if each is not None)

@@ -21,6 +21,7 @@ from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
 
 PREPARED = ("source", "base_model", "split", "reward_base", "critic_base", "teacher")
 """Stages that train nothing: the miniature uses the results of the project."""
@@ -33,24 +34,27 @@ class Miniature:
         self, ledger: Ledger, configuration: Mapping[str, Any], project: Path, pipeline: str,
         name: str, finished: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """`finished` are further stages whose results it uses, so it does not shorten them."""
+        """It uses the results of the trainings that are `finished`, and does not shorten them."""
         self._ledger, self._project, self._configuration = ledger, project, configuration
         self.pipeline, specs = pipeline, stage_specs()
         load, nodes = ledger.catalog.load, [node.name for node in pipelines[pipeline].nodes]
         trained = [n for n in nodes if n in specs and ".training." in specs[n].program]
         blocks = {n: load(f"params:{n}") for n in trained}
         self.blocks = {n: each for n, each in blocks.items() if each is not None}
-        self.stages = [each for each in self.blocks if each not in finished]
+        rows = {n for n, each in self.blocks.items() if not isinstance(each, SampledConfig)}
+        whole = [each for each in self.blocks if each in rows and each in finished]
+        self.stages = [each for each in self.blocks if each not in whole]
+        self.ranks = rank_count(load("params:launch"), gpu_count())
         if "split" not in nodes or not self.blocks:
             raise ConfigError(
                 f"--pipeline: found {pipeline}, expected one that prepares data and trains. Fix: "
                 "choose full"
             )
-        self.root = ledger.workspace.parent / name
+        self.root = ledger.workspace.parent / f".{name}"
         self.workspace, self.log = self.root / ledger.workspace.name, self.root / f"{name}.log"
         shutil.rmtree(self.root, ignore_errors=True)
         self.workspace.mkdir(parents=True)
-        for each in {*PREPARED, *finished}:
+        for each in (*PREPARED, *whole):
             (ledger.workspace / each).mkdir(parents=True, exist_ok=True)
             (self.workspace / each).symlink_to(ledger.workspace / each)
 
@@ -73,7 +77,7 @@ class Miniature:
     def start(self, params: Mapping[str, Any], *options: str) -> "subprocess.Popen[bytes]":
         """Start a `kedro run` with parameters and options; it reuses what is finished."""
         given = dict(leaves(self._configuration["runtime_params"])) | {"root": str(self.root)}
-        given |= {"store": None, **params}  # a download would be compared with itself
+        given |= {"store": None, "force": None, **params}  # nothing of another place counts
         words = [f"{name}={json.dumps(value)}" for name, value in given.items()]
         command = [sys.executable, "-P", sys.argv[0], "run", f"--params={','.join(words)}"]
         command += [f"--pipelines={self.pipeline}", *options]
@@ -106,7 +110,9 @@ class Miniature:
             yield f"{stage}.sample.prompts", steps * vars(block)["batch_size"]
             yield from ((f"{stage}.rounds", 1), (f"{stage}.epochs", 1))
         else:
-            yield f"{stage}.epochs", (steps + 0.5) * block.batch_size / self.rows(stage)
+            yield f"{stage}.epochs", (steps + 0.5) / self.rows(stage) * block.batch_size
+        if stage == "reward_model":
+            yield "reward_model.gate", None  # after a few steps none is better than chance
 
     def rows(self, stage: str) -> int:
         """The rows that a training on prepared rows reads in an epoch."""
@@ -114,7 +120,10 @@ class Miniature:
         of = {name: self.files[f"{name}/train.arrow"]["rows"] for name in phases}
         of |= {"dpo": of["reward_model"], "kto": 2 * of["reward_model"] + of["kto"]}
         if stage not in of:
-            raise ConfigError(f"{stage}: found a policy whose length nobody here knows")
+            raise ConfigError(
+                f"--pipeline: found policy {stage} of another package, expected one of "
+                f"{', '.join(of)} or one that samples answers. Fix: choose their pipeline"
+            )
         return int(of[stage])
 
     def folder(self, stage: str) -> Path:

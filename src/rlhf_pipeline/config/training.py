@@ -260,6 +260,11 @@ class SavingConfig(Block):
         return step == last or regular or (evaluated and self.checkpoint_at_evaluations)
 
 
+def evaluation_steps(steps: int, evaluations: int) -> set[int]:
+    """The steps after which a model is evaluated: evenly spaced, the last one among them."""
+    return {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
+
+
 class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Fields common to SFT, reward modelling, DPO and KTO: passes over a fixed data set."""
 

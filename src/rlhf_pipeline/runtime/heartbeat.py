@@ -102,7 +102,8 @@ def peak_memory() -> int:
     if torch is not None and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_reserved())
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    peaks = (int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return 1024 * next(peaks, 0)  # some sandboxes do not tell
 
 
 def start(directory: Path, rank: int) -> None:
@@ -112,19 +113,19 @@ def start(directory: Path, rank: int) -> None:
     _here = Heartbeat(rank, pid, since=now, progressed=now, machine=machine())
     _file = directory / FOLDER / f"rank{rank}.json"
     _file.parent.mkdir(exist_ok=True)
-    _write(_file, _here)
+    _write(_file)
     threading.Thread(target=_report, args=(_file,), daemon=True).start()
 
 
 def begin_phase(phase: Phase, step: int | None = None) -> None:
     """Begin a phase. All ranks call this in the same order. None: the step does not change."""
     step, phases = step or _here.step, _here.phases + 1
-    _progress(phase=phase, step=step, since=time.time(), phases=phases, pieces=0, scorer="")
-    if phase in ENDS:
-        _progress(peak=peak_memory())
+    peak = peak_memory() if phase in ENDS else 0
+    now = time.time()
+    _progress(phase=phase, step=step, since=now, phases=phases, pieces=0, scorer="", peak=peak)
     _begun.set()
     if phase in ENDS and _file is not None:
-        _write(_file, _here)
+        _write(_file)
 
 
 def report_progress() -> None:
@@ -162,13 +163,11 @@ def _report(path: Path) -> None:
         _begun.wait(WRITE_EVERY_S)  # a rank that is killed has left the phase that it was in
         _begun.clear()
         with suppress(OSError):  # a full disk must fail where results are written, not here
-            _write(path, _here)
+            _write(path)
 
 
-def _write(path: Path, heartbeat: Heartbeat) -> None:
+def _write(path: Path) -> None:
     global _writes
-    with _writing:
+    with _writing:  # two threads write, and the newest progress must come last
         _writes += 1
-        write_atomically(
-            path, json.dumps(asdict(replace(heartbeat, sequence=_writes))), force=False
-        )
+        write_atomically(path, json.dumps(asdict(replace(_here, sequence=_writes))), force=False)

@@ -38,20 +38,22 @@ class Usage:
 
 def usage_of(workspace: Path, made: Manifest) -> Usage | None:
     """What an artifact took here; None if it was made elsewhere."""
-    found = sorted((workspace / made.stage).glob(f"{made.fingerprint[:16]}*/{USAGE}"))
-    return Usage.read(found[-1].parent) if found else None
+    found = (workspace / made.stage).glob(f"{made.fingerprint[:16]}*/{USAGE}")
+    newest = max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
+    return Usage.read(newest.parent) if newest else None
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a stage will take: the least, the expected and the largest value."""
+    """What a stage will take."""
 
     stage: str
     config: Mapping[str, Any]
     """Its parameters, as in the manifest."""
     ranks: int
     seconds: tuple[float, float, float]
-    peak: tuple[float, float, float]
+    """The least, the expected and the largest value."""
+    peak: float
     """As `Usage.peak`."""
     machine: str = ""
 
@@ -68,5 +70,10 @@ def forecast_of(workspace: Path, made: Manifest) -> Forecast | None:
     if not file.is_file():
         return None
     found = Forecast(**json.loads(file.read_text()))
-    same = found.config == made.config and found.ranks == made.ranks
+    same = _kind(found.config) == _kind(made.config) and found.ranks == made.ranks
     return found if same and found.machine == processor() else None
+
+
+def _kind(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters without the round of a policy that trains on its own answers."""
+    return {name: block for name, block in config.items() if name != "table"}

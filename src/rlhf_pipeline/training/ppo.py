@@ -28,6 +28,7 @@ import torch
 from rlhf_pipeline.config.policies import POLICIES
 from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
+from rlhf_pipeline.config.training import evaluation_steps
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import own_share, sampled_rows
 from rlhf_pipeline.distributed.weights import require_learned
@@ -56,7 +57,7 @@ from rlhf_pipeline.training.rollouts import (
     score,
     training_prompts,
 )
-from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
+from rlhf_pipeline.training.step_log import StepLog
 
 HELD_OUT_STEP = 2**31
 """Stands for the step in the seeds of held-out responses: equal at every evaluation, and different

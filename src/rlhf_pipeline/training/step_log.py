@@ -88,8 +88,3 @@ def stability_advice(place: str, config: TrainedModelConfig) -> str:
         f"{place}optimizer.max_grad_norm ({optimizer.max_grad_norm:g}); "
         f"{place}deepspeed.precision {wider}"
     )
-
-
-def evaluation_steps(steps: int, evaluations: int) -> set[int]:
-    """The steps after which a model is evaluated: evenly spaced, the last one among them."""
-    return {round(steps * (i + 1) / evaluations) for i in range(evaluations)}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.training import SupervisedConfig
+from rlhf_pipeline.config.training import SupervisedConfig, evaluation_steps
 from rlhf_pipeline.distributed.batches import Rows, load_rows, micro_batches, own_share, step_rows
 from rlhf_pipeline.distributed.engine import store_settings, train_engine
 from rlhf_pipeline.distributed.optimizer_step import Loss, Sums, add_sums, grad_norm, optimizer_step
@@ -27,7 +27,6 @@ from rlhf_pipeline.training.checkpoints import BestModels, Checkpoints
 from rlhf_pipeline.training.step_log import (
     DivergenceGuard,
     StepLog,
-    evaluation_steps,
     stability_advice,
 )
 

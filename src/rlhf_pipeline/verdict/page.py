@@ -109,7 +109,7 @@ def took(made: Iterable[Manifest], workspace: Path) -> list[list[str]]:
                 if forecast
                 else ABSENT,
                 f"{usage.peak / GIB:.2f}" if usage and usage.peak else ABSENT,
-                f"{forecast.peak[1] / GIB:.2f}" if forecast else ABSENT,
+                f"{forecast.peak / GIB:.2f}" if forecast else ABSENT,
                 proof.summary() if proof else ABSENT,
             ]
         )
