@@ -2,12 +2,15 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+from made_by_hand import artifact
 
 from rlhf_pipeline.commands.study import amount_of
-from rlhf_pipeline.commands.study_runs import recipes_of
+from rlhf_pipeline.commands.study_runs import Recipe, cost, recipes_of
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.runtime.manifest import Manifest
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,15 @@ def test_a_budget_has_a_unit_and_an_amount(budget):
     with pytest.raises(ConfigError, match=f"--budget: found '{budget}', expected UNIT=N with one"):
         amount_of(budget)
     assert amount_of("answers=3072") == ("answers", 3072.0)
+
+
+def test_answers_that_replaced_others_cost_as_much(tmp_path):
+    steps = [{"time/step_s": 2.0, "rollout/resampled": share} for share in (0.0, 0.5, 0.25)]
+    rollouts = {"rollout_batch_size": 8, "rollout_batches": 2}
+    folder = artifact(tmp_path / "grpo", "grpo", steps, grpo=rollouts)
+    ledger = SimpleNamespace(ancestors=lambda _: [(folder, Manifest.read(folder))])
+    recipe = Recipe("a", "grpo", "grpo", {})
+    assert cost(ledger, recipe, tmp_path) == (3, 6.0, 60)  # 3 * 16 answers, and a quarter more
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from rlhf_pipeline.commands.miniature import Miniature
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.training import SupervisedConfig, evaluation_steps
+from rlhf_pipeline.config.training import SamplingConfig, SupervisedConfig, evaluation_steps
 from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.pipelines.table import RUN, policy_stages, stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -33,8 +33,8 @@ from rlhf_pipeline.sizing.hardware import GIB
 
 STEPS, ROLLOUTS = 8, 4
 """Steps of a short training: of one on prepared rows, and of one that samples answers."""
-ANSWERS = 1, 4
-"""Batches of answers that the two short runs of a stage sample, if it does not sample fewer."""
+BATCHES, SHARES = (1, 4), (8, 2)
+"""Batches of prompts that a stage answers in its two short runs, at most 1/8 and 1/2 of all."""
 UNKNOWN = "tasks", "judge_split", "judge_model"
 """Stages of an evaluation that run in the miniature and are not forecast: how many rows they read
 is known later."""
@@ -56,8 +56,10 @@ def measure(
         finished, is_whole = finished_stages(ledger, pipeline)
         forecasts: list[Forecast] = []
         if not is_whole:
-            miniature = Miniature(ledger, configuration, project, pipeline, "measure", finished)
-            found = measured(miniature, console)
+            with console.status("preparing models and data") as status:
+                given = ledger, configuration, project, pipeline, "measure", status, finished
+                miniature = Miniature(*given)
+                found = measured(miniature)
             forecasts = [each for each in found if each.stage not in finished]
             for each in forecasts:
                 each.write(ledger.workspace)
@@ -65,14 +67,12 @@ def measure(
         show(forecasts, finished, ledger, pipeline, console)
 
 
-def measured(miniature: Miniature, console: Console) -> list[Forecast]:
+def measured(miniature: Miniature) -> list[Forecast]:
     """Run the miniature twice, and forecast what ran."""
-    with console.status("preparing models and data"):
-        miniature.prepare()
+    miniature.prepare()
     shorts: dict[str, list[Short]] = {}
-    for number, what in enumerate(("a first time", "with other lengths")):
-        with console.status(f"running a few steps of each stage, {what}"):
-            miniature.finish(miniature.start(short_run(miniature, number)), "plan --measure")
+    for number, what in enumerate(("first short run", "second short run")):
+        miniature.finish(miniature.start(short_run(miniature, number)), what)
         for stage, short in _new(miniature, shorts):
             shorts.setdefault(stage, []).append(short)
     return [*forecast(miniature, shorts)]
@@ -104,20 +104,31 @@ def short_run(miniature: Miniature, number: int) -> dict[str, Any]:
             buffer = block.overlong_buffer if block.overlong_penalty else 0
             params[f"{stage}.sampling.max_response_tokens"] = max(limit, buffer)
         if isinstance(block, SampledConfig):
-            batch = block.sample.sampling.batch_size_per_gpu * miniature.ranks // block.sample.n
-            asked = max(batch * ANSWERS[number], (3 + number) * vars(block)["batch_size"])
-            params[f"{stage}.sample.prompts"] = min(asked, sampled_prompts(block, miniature))
+            wanted, sample = sampled_prompts(block, miniature), block.sample
+            few = few_prompts(miniature, number, wanted, sample.sampling, sample.n)
+            steps = (3, 6)[number]  # which need a batch each
+            asked = max(few, steps * vars(block)["batch_size"])
+            params[f"{stage}.sample.prompts"] = min(asked, wanted)
             if "sft" in miniature.stages:  # whose policy does not end its answers yet
                 params[f"{stage}.sample.cut_answers"] = "keep"
     evaluate = miniature.load("params:evaluate")
-    batch = evaluate.sampling.batch_size_per_gpu * miniature.ranks // evaluate.answers_per_prompt
-    asked = max(batch * ANSWERS[number], miniature.ranks, 2)
-    params["evaluate.prompts"] = min(asked, test_prompts(miniature))
+    params["evaluate.prompts"] = few_prompts(
+        miniature, number, test_prompts(miniature), evaluate.sampling, evaluate.answers_per_prompt
+    )
     if evaluate.tasks is not None:
         params["evaluate.tasks.limit"] = 2
     if evaluate.judge_model is not None:
         params["evaluate.judge_model.epochs"] = 0.01
     return params
+
+
+def few_prompts(
+    miniature: Miniature, number: int, wanted: int, sampling: SamplingConfig, answers: int
+) -> int:
+    """The prompts of which a short run samples some answers each, where a run has `wanted`."""
+    batch = max(1, sampling.batch_size_per_gpu * miniature.ranks // answers)
+    few = min(BATCHES[number] * batch, wanted // SHARES[number])
+    return min(wanted, max(few, 2, miniature.ranks))
 
 
 def test_prompts(miniature: Miniature) -> int:

@@ -8,11 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kedro.framework.project import pipelines
+from rich.markup import escape
+from rich.status import Status
 
 from rlhf_pipeline.commands.command import opened
 from rlhf_pipeline.config.block import leaves
@@ -32,11 +35,11 @@ class Miniature:
 
     def __init__(
         self, ledger: Ledger, configuration: Mapping[str, Any], project: Path, pipeline: str,
-        name: str, finished: Collection[str] = (),
+        name: str, status: Status, finished: Collection[str] = (),
     ) -> None:  # fmt: skip
         """It uses the results of the trainings that are `finished`, and does not shorten them."""
         self._ledger, self._project, self._configuration = ledger, project, configuration
-        self.pipeline, specs = pipeline, stage_specs()
+        self.pipeline, self._status, specs = pipeline, status, stage_specs()
         load, nodes = ledger.catalog.load, [node.name for node in pipelines[pipeline].nodes]
         trained = [n for n in nodes if n in specs and ".training." in specs[n].program]
         blocks = {n: load(f"params:{n}") for n in trained}
@@ -91,12 +94,19 @@ class Miniature:
                 command, cwd=self._project, env=environment, stdout=log, stderr=log
             )
 
-    def finish(self, process: "subprocess.Popen[bytes]", what: str) -> None:
-        """Wait for the end of a run. Raises StageError if it fails."""
-        if process.wait() != 0:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            tail = "\n".join(["", *lines[-8:]])
+    def finish(self, run: "subprocess.Popen[bytes]", what: str) -> None:
+        """Wait for the end of a run, and show its last line. Raises StageError if it fails."""
+        while (code := run.poll()) is None:
+            time.sleep(0.2)
+            line = f"{what}: {''.join(self._tail(1))}"
+            self._status.update(line[: self._status.console.width - 4])
+        if code != 0:
+            tail = "\n".join(["", *self._tail(8)])
             raise StageError(f"{what} failed. Fix: correct what {self.log} ends with:{tail}")
+
+    def _tail(self, lines: int) -> list[str]:
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        return [escape(line) for line in text.strip().splitlines()[-lines:]]
 
     def short(self, stage: str, steps: int, saved_every: int) -> Iterator[tuple[str, Any]]:
         """The parameters with which a stage takes a few steps."""

@@ -65,24 +65,21 @@ def prove(
     equal, and `kedro rlhf status` shows it for trainings that differ in their length alone. The
     command fails if a bit differs, and names the first step and tensor.
     """
-    proof = Proof(Miniature(ledger, configuration, project, pipeline, "prove"), steps)
     found: dict[str, Certificate] = {}
-    with console.status("training, to compare with"):
-        whole = proof.whole()
     wanted = properties or get_args(Property)
-    for stage, first in whole.items():
-        certificate = proof.certificate(stage, first)
-        for _ in range(kills if "resume" in wanted else 0):
-            with console.status(f"{stage}: killing and resuming"):
+    with console.status("preparing models and data") as status:
+        proof = Proof(Miniature(ledger, configuration, project, pipeline, "prove", status), steps)
+        for stage, first in proof.whole().items():
+            certificate = proof.certificate(stage, first)
+            for _ in range(kills if "resume" in wanted else 0):
                 step, again = proof.resumed(stage, first)
-            certificate.note("resume", f"killed after step {step}", difference(first, again))
-        if "repeat" in wanted:
-            with console.status(f"{stage}: training again"):
+                certificate.note("resume", f"killed after step {step}", difference(first, again))
+            if "repeat" in wanted:
                 again = proof.repeated(stage)
-            certificate.note("repeat", "trained again", difference(first, again))
-        found[stage] = certificate
-        certificate.write(ledger.workspace)
-        proof.restore(stage, first)  # later stages start from what they started from at first
+                certificate.note("repeat", "trained again", difference(first, again))
+            found[stage] = certificate
+            certificate.write(ledger.workspace)
+            proof.restore(stage, first)  # later stages start from what they started from at first
     table = plain_table("stage", *wanted)
     for stage, certificate in found.items():
         table.add_row(stage, *(certificate.words(each) for each in wanted))
@@ -102,7 +99,7 @@ class Proof:
     def whole(self) -> dict[str, Observed]:
         """Train all stages without an interruption."""
         self._miniature.prepare()
-        self._train(self._miniature.stages[-1])
+        self._train(self._miniature.stages[-1], "training, to compare with")
         return {stage: self._observed(stage) for stage in self._miniature.stages}
 
     def resumed(self, stage: str, first: Observed) -> tuple[int, Observed]:
@@ -119,7 +116,7 @@ class Proof:
             for directory in (self._workspace / stage).glob("*"):
                 kill_launch(f" {directory.resolve()}")
             if not any((self._workspace / stage).glob("*/export/manifest.json")):
-                return self._written(stage), self._train(stage)
+                return self._written(stage), self._train(stage, "resuming after a kill")
         raise StageError(f"prove: {stage} ended before {TRIES} kills. Fix: more --steps")
 
     def restore(self, stage: str, first: Observed) -> None:
@@ -130,7 +127,7 @@ class Proof:
     def repeated(self, stage: str) -> Observed:
         """Train a stage again from its start."""
         shutil.rmtree(self._workspace / stage)
-        return self._train(stage)
+        return self._train(stage, "training again")
 
     def certificate(self, stage: str, first: Observed) -> Certificate:
         """A certificate without tries, for trainings like the first one."""
@@ -139,9 +136,9 @@ class Proof:
         digests = {"weights": first.weights, "optimizer": first.optimizer}
         return Certificate.of(stage, job.config, job.versions, ranks, job.seed, digests)
 
-    def _train(self, stage: str) -> Observed:
+    def _train(self, stage: str, what: str) -> Observed:
         """Train a stage and what it needs, or resume it."""
-        self._miniature.finish(self._start(stage), f"prove: {stage}")
+        self._miniature.finish(self._start(stage), f"prove {stage}, {what}")
         return self._observed(stage)
 
     def _start(self, stage: str) -> "subprocess.Popen[bytes]":

@@ -109,7 +109,9 @@ def cost(ledger: Ledger, recipe: Recipe, evaluation: Path) -> Cost:
             own = max((record["step"] for record in curves), default=0)
             times = [x for r in curves if (x := r["metrics"].get("time/step_s")) and r["step"] > 0]
             seconds += own * mean(times or [0.0])  # not every step has a line
-            answers += own * block.get("rollout_batch_size", 0) * block.get("rollout_batches", 0)
+            sampled = own * block.get("rollout_batch_size", 0) * block.get("rollout_batches", 0)
+            again = [r["metrics"].get("rollout/resampled", 0.0) for r in curves if r["step"] > 0]
+            answers += round(sampled * (1 + mean(again or [0.0])))
             steps += own
         elif (sampler := f"{recipe.policy}.sample") in manifest.config:
             launched = path.parent / "job.json"

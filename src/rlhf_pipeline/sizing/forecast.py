@@ -13,8 +13,8 @@ LENGTH = 1.5
 """Factor by which answers may become shorter or longer than expected."""
 
 GROWTH, DOUBLINGS = 0.033, 4
-"""The share by which memory grows each time that the rollouts of a training double, and how often it
-does: batches of other lengths leave gaps in it. Measured for PPO on the default, 4 to 160 steps."""
+"""The share by which memory grows each time that the rollouts of a training double, and how often:
+batches of other lengths leave gaps. Measured for PPO on the default, 4 to 160 steps."""
 
 Range = tuple[float, float, float]
 """The least, the expected and the largest value."""
