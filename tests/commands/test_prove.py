@@ -87,12 +87,12 @@ def test_a_certificate_stands_for_trainings_of_another_length_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_training_that_is_killed_is_proven_to_resume(project):
-    printed = project.kedro("--pipeline=sft", "--steps=3", command="rlhf prove")
-    assert re.search(r"sft +1 of 1 equal +1 of 1 equal", printed)
+    printed = project.kedro("--pipeline=sft", "--steps=3", command="rlhf prove resume")
+    assert re.search(r"sft +1 of 1 equal *$", printed, re.MULTILINE)
     (file,) = (project.root / "07_workspace" / "certificates").glob("sft-*.json")
     found = json.loads(file.read_text())
     (kill,) = found["tries"]["resume"]
     assert re.match(r"killed after step [0-3]$", kill[0]) and kill[1] is None
     assert {"weights", "optimizer"} == found["digests"].keys() and found["digests"]["optimizer"]
     shown = project.kedro("--pipeline=sft", command="rlhf status")
-    assert re.search(r"sft +finished .*resume: 1 of 1 equal; repeat: 1 of 1 equal", shown)
+    assert re.search(r"sft +finished .*resume: 1 of 1 equal", shown)

@@ -71,8 +71,9 @@ def measured(miniature: Miniature) -> list[Forecast]:
     """Run the miniature twice, and forecast what ran."""
     miniature.prepare()
     shorts: dict[str, list[Short]] = {}
-    for number, what in enumerate(("first short run", "second short run")):
-        miniature.finish(miniature.start(short_run(miniature, number)), what)
+    params = [short_run(miniature, number) for number in range(2)]
+    for number, given in enumerate(params if params[0] != params[1] else params[:1], start=1):
+        miniature.finish(miniature.start(given), f"short run {number}")
         for stage, short in _new(miniature, shorts):
             shorts.setdefault(stage, []).append(short)
     return [*forecast(miniature, shorts)]
@@ -111,6 +112,8 @@ def short_run(miniature: Miniature, number: int) -> dict[str, Any]:
             params[f"{stage}.sample.prompts"] = min(asked, wanted)
             if "sft" in miniature.stages:  # whose policy does not end its answers yet
                 params[f"{stage}.sample.cut_answers"] = "keep"
+    if not any(name.startswith("evaluate") for name in miniature.nodes):
+        return params
     evaluate = miniature.load("params:evaluate")
     params["evaluate.prompts"] = few_prompts(
         miniature, number, test_prompts(miniature), evaluate.sampling, evaluate.answers_per_prompt
@@ -128,7 +131,7 @@ def few_prompts(
     """The prompts of which a short run samples some answers each, where a run has `wanted`."""
     batch = max(1, sampling.batch_size_per_gpu * miniature.ranks // answers)
     few = min(BATCHES[number] * batch, wanted // SHARES[number])
-    return min(wanted, max(few, 2, miniature.ranks))
+    return max(2, min(wanted, max(few, miniature.ranks)))
 
 
 def test_prompts(miniature: Miniature) -> int:
@@ -233,9 +236,10 @@ def expected_answers(miniature: Miniature, tokens: float, limit: int) -> Range:
 
 
 def mean_tokens(miniature: Miniature, file: str, column: str) -> float:
-    """Mean tokens of a column in a file of the split."""
+    """Mean tokens of a column in a file of the split; 0 for a file without rows."""
     found = miniature.files[file]
-    return float(found["tokens"][column]["total"] / max(1, found["rows"]))
+    total = found["tokens"][column]["total"] if found["rows"] else 0
+    return float(total / max(1, found["rows"]))
 
 
 def sampled_tokens(shorts: Mapping[str, list[Short]]) -> float:

@@ -40,15 +40,15 @@ class Miniature:
         """It uses the results of the trainings that are `finished`, and does not shorten them."""
         self._ledger, self._project, self._configuration = ledger, project, configuration
         self.pipeline, self._status, specs = pipeline, status, stage_specs()
-        load, nodes = ledger.catalog.load, [node.name for node in pipelines[pipeline].nodes]
-        trained = [n for n in nodes if n in specs and ".training." in specs[n].program]
+        load, self.nodes = ledger.catalog.load, [node.name for node in pipelines[pipeline].nodes]
+        trained = [n for n in self.nodes if n in specs and ".training." in specs[n].program]
         blocks = {n: load(f"params:{n}") for n in trained}
         self.blocks = {n: each for n, each in blocks.items() if each is not None}
         rows = {n for n, each in self.blocks.items() if not isinstance(each, SampledConfig)}
         whole = [each for each in self.blocks if each in rows and each in finished]
         self.stages = [each for each in self.blocks if each not in whole]
         self.ranks = rank_count(load("params:launch"), gpu_count())
-        if "split" not in nodes or not self.blocks:
+        if "split" not in self.nodes or not self.blocks:
             raise ConfigError(
                 f"--pipeline: found {pipeline}, expected one that prepares data and trains. Fix: "
                 "choose full"
