@@ -68,13 +68,17 @@ def test_a_state_of_the_optimizer_that_differs_is_named(observed):
 
 def test_a_certificate_stands_for_trainings_of_another_length_alone(tmp_path):
     def config(**changes):
-        return {"sft": {"epochs": 1, "log_every": 1, "optimizer": {"learning_rate": 0.1}} | changes}
+        return {
+            "sft": {"epochs": 1, "log_every": 1, "gate": None, "optimizer": {"learning_rate": 0.1}}
+            | changes
+        }
 
     made = Certificate.of("sft", config(), {"torch": "2"}, 2, 7, {})
     made.note("resume", "killed after step 2", None)
     made.note("resume", "killed after step 3", "step 3: other rows")
     made.write(tmp_path)
-    found = certificate_of(tmp_path, "sft", config(epochs=9, log_every=5), {"torch": "2"}, 2)
+    longer = config(epochs=9, log_every=5, gate=0.5)
+    found = certificate_of(tmp_path, "sft", longer, {"torch": "2"}, 2)
     assert found.words("resume") == "1 of 2 equal"
     assert [*found.differences()] == ["sft, resume, killed after step 3: step 3: other rows"]
     others = [

@@ -110,8 +110,6 @@ def short_run(miniature: Miniature, number: int) -> dict[str, Any]:
             steps = (3, 6)[number]  # which need a batch each
             asked = max(few, steps * vars(block)["batch_size"])
             params[f"{stage}.sample.prompts"] = min(asked, wanted)
-            if "sft" in miniature.stages:  # whose policy does not end its answers yet
-                params[f"{stage}.sample.cut_answers"] = "keep"
     if not any(name.startswith("evaluate") for name in miniature.nodes):
         return params
     evaluate = miniature.load("params:evaluate")

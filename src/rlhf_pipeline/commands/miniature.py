@@ -119,6 +119,8 @@ class Miniature:
         elif isinstance(block, SampledConfig):
             yield f"{stage}.sample.prompts", steps * vars(block)["batch_size"]
             yield from ((f"{stage}.rounds", 1), (f"{stage}.epochs", 1))
+            if "sft" in self.stages:  # whose policy does not end its answers yet
+                yield f"{stage}.sample.cut_answers", "keep"
         else:
             yield f"{stage}.epochs", (steps + 0.5) / self.rows(stage) * block.batch_size
         if stage == "reward_model":

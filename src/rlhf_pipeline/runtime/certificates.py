@@ -24,8 +24,10 @@ FOLDER = "certificates"
 LENGTHS = {
     "steps", "epochs", "rounds", "prompts", "critic_warmup_steps", "evaluations", "log_every",
     "checkpoint_every", "checkpoint_at_evaluations", "keep_last", "keep_best", "evaluate_at_start",
+    "gate",
 }  # fmt: skip
-"""Parameters of how long a training is and how often it writes."""
+"""Parameters of how long a training is, how often it writes, and what its model must reach, which
+no short training can."""
 
 
 @dataclass
