@@ -82,6 +82,16 @@ def test_what_was_set_aside_as_damaged_is_listed_and_removed(models, cleaned, tm
     assert (attempt / "export" / "weights").is_file()
 
 
+def test_what_a_short_run_left_is_removed_but_not_what_it_links_to(models, cleaned, tmp_path):
+    split = tmp_path / "workspace" / "split"
+    split.mkdir()
+    (split / "rows").write_text("1")
+    (tmp_path / ".prove" / "workspace").mkdir(parents=True)
+    (tmp_path / ".prove" / "workspace" / "split").symlink_to(split)
+    assert "left by a short run that failed" in cleaned()
+    assert not (tmp_path / ".prove").exists() and (split / "rows").read_text() == "1"
+
+
 def test_a_recipe_that_another_process_locks_is_kept_and_the_others_are_removed(
     models, cleaned, tmp_path
 ):

@@ -89,7 +89,7 @@ def test_a_short_run_forecasts_the_stage_that_then_runs(project):
     changed = "sft.optimizer.learning_rate=0.0007"
     printed = project.kedro("--pipeline=sft", "--measure", command="rlhf plan", params=changed)
     assert re.search(r"^sft +\d+ s +\d+ s +\d+ s +0\.\d\d", printed, re.MULTILINE)
-    assert not (project.root / "measure").exists()
+    assert not (project.root / ".measure").exists()
     project.kedro("--pipeline=sft", params=changed)
     ((forecast, usage),) = forecasts(project, "sft")
     least, expected, most = forecast.seconds
@@ -128,4 +128,4 @@ def test_what_would_fail_at_the_end_fails_in_the_short_run(project, tmp_path):
     changed = f"evaluate.judges=[{tmp_path}/judge.py:judge]"
     options = "--pipeline=full", "--measure"
     printed = project.kedro(*options, command="rlhf plan", params=changed, check=False)
-    assert "plan --measure failed" in printed and "the judge is away" in printed
+    assert "short run 1 failed" in printed and "the judge is away" in printed

@@ -74,6 +74,11 @@ def test_where_one_length_was_seen_steps_take_as_long_as_they_have_tokens():
     assert steps[2] + seen.fixed == pytest.approx(most / 0.9 * 1.1)
 
 
+def test_more_prompts_that_took_no_longer_may_take_as_long_as_they_are_many():
+    found = answering_range([64, 256], [10.0, 10.0], 1024, (0.5, 1.0, 2.0))
+    assert found == pytest.approx((9.0, 10.0, 44.0))
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 def test_a_training_that_is_short_itself_is_forecast_as_it_was(steps):
     lines, seconds = training(steps, {steps}, saved_every=4)
@@ -102,4 +107,4 @@ def test_noise_is_no_line(xs, ys, why):
 
 def test_answers_are_no_longer_than_their_limit():
     assert lengths(30.0, 40) == pytest.approx((20.0, 30.0, 40.0))
-    assert lengths(30.0, None) == pytest.approx((20.0, 30.0, 45.0))
+    assert lengths(30.0, 400) == pytest.approx((20.0, 30.0, 45.0))

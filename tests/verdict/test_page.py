@@ -55,7 +55,7 @@ def test_times_stand_beside_their_forecasts_and_proofs(evaluation, models, tmp_p
     proof.note("resume", "killed after step 2", None)
     proof.write(workspace)
     page = evaluation_page(evaluation(), models, None, workspace)
-    assert "What each stage took" in headings(page)
+    assert "What training and evaluation took" in headings(page)
     rows = re.findall(r"<tr><th scope=.row.>(\w+)</th>(.*?)</tr>", page, re.DOTALL)
     cells = {name: re.sub(r"<[^>]+>", " ", row).split() for name, row in rows}
     assert cells["ppo"] == [*"61 s 60 s [50 s, 70 s]".split(), "3.00", "2.50", ABSENT]

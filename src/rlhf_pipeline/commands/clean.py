@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from rlhf_pipeline.commands.command import Command, plain_table
+from rlhf_pipeline.commands.miniature import FOLDERS
 from rlhf_pipeline.errors import as_typed
 from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.pipelines.table import stage_specs
@@ -33,9 +34,11 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool) -> None
     replies = [path for path in (workspace / JUDGE_REPLIES,) if path.is_dir()]
     used = [time.strftime("%Y-%m-%d %H:%M", time.localtime(p.stat().st_mtime)) for p in replies]
     of_replies = f"replies of chat models, last used {''.join(used)}"
+    short = [workspace.parent / name for name in FOLDERS]
     reasons = {
         "left by an interrupted publication": partials,
         "a download, which is repeated when needed": downloads(workspace),
+        "left by a short run that failed": [each for each in short if each.is_dir()],
         "damaged, set aside": workspace.glob(f"*/*/*{DAMAGED}*"),
         "memory of checks, which are repeated when needed": workspace.glob(DRY_RUNS),
         f"{of_replies}; asked for again when needed": replies if unfinished else (),

@@ -30,6 +30,7 @@ from rlhf_pipeline.sizing.forecast import (
     training_range,
 )
 from rlhf_pipeline.sizing.hardware import GIB
+from rlhf_pipeline.stages.launch.resources import gpu_count
 
 STEPS, ROLLOUTS = 8, 4
 """Steps of a short training: of one on prepared rows, and of one that samples answers."""
@@ -57,7 +58,7 @@ def measure(
         forecasts: list[Forecast] = []
         if not is_whole:
             with console.status("preparing models and data") as status:
-                given = ledger, configuration, project, pipeline, "measure", status, finished
+                given = ledger, configuration, project, pipeline, ".measure", status, finished
                 miniature = Miniature(*given)
                 found = measured(miniature)
             forecasts = [each for each in found if each.stage not in finished]
@@ -98,8 +99,8 @@ def short_run(miniature: Miniature, number: int) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for stage in miniature.stages:
         block = miniature.blocks[stage]
-        steps = ROLLOUTS if isinstance(block, PPOConfig) else STEPS
-        params |= dict(miniature.short(stage, steps, steps // 2)) | {f"{stage}.evaluations": 1}
+        params |= dict(miniature.short(stage, *short_steps(block)))
+        params[f"{stage}.evaluations"] = 1
         if isinstance(block, PPOConfig) and number == 0:
             limit = max(1, block.sampling.max_response_tokens // 2)
             buffer = block.overlong_buffer if block.overlong_penalty else 0
@@ -121,6 +122,12 @@ def short_run(miniature: Miniature, number: int) -> dict[str, Any]:
     if evaluate.judge_model is not None:
         params["evaluate.judge_model.epochs"] = 0.01
     return params
+
+
+def short_steps(block: Any) -> tuple[int, int]:
+    """The steps of a short training, and those between two of its checkpoints."""
+    steps = ROLLOUTS if isinstance(block, PPOConfig) else STEPS
+    return steps, steps // 2
 
 
 def few_prompts(
@@ -168,7 +175,7 @@ def forecast(miniature: Miniature, shorts: Mapping[str, list[Short]]) -> Iterato
             seconds = answering(seen, sampled_tokens(shorts), miniature)
         config = real_config(last.made.config, miniature)
         peak = float(max(each.usage.peak for each in seen))
-        if isinstance(block, PPOConfig):
+        if isinstance(block, PPOConfig) and gpu_count() == 0:  # a GPU's was not measured
             peak = peak_after(peak, ROLLOUTS, block.steps)
         yield Forecast(stage, config, last.made.ranks, seconds, peak)
 
@@ -178,7 +185,7 @@ def training(
     shorts: Mapping[str, list[Short]], miniature: Miniature,
 ) -> Range:  # fmt: skip
     """Seconds of a training with the project's parameters."""
-    saved_every = (ROLLOUTS if isinstance(block, PPOConfig) else STEPS) // 2
+    _, saved_every = short_steps(block)
     timings = [Timings.of(each.records, each.usage.seconds, saved_every) for each in seen]
     answers: Range = (0.0, 0.0, 0.0)
     if isinstance(block, PPOConfig):
@@ -216,7 +223,8 @@ def answering(seen: list[Short], tokens: float, miniature: Miniature) -> Range:
         wanted = test_prompts(miniature)
     given = [each.made.config[name] for each in seen]
     answers = expected_answers(miniature, tokens, given[-1]["sampling"]["max_response_tokens"])
-    prompt = mean_tokens(miniature, "evaluation/test.arrow", "prompt_ids")
+    file = "ppo/train" if isinstance(block, SampledConfig) else "evaluation/test"
+    prompt = mean_tokens(miniature, f"{file}.arrow", "prompt_ids")
     least, expected, most = ((prompt + each) / (prompt + tokens) for each in answers)
     took = [each.usage.seconds for each in seen]
     return answering_range([x["prompts"] for x in given], took, wanted, (least, expected, most))
@@ -254,7 +262,7 @@ def sampled_tokens(shorts: Mapping[str, list[Short]]) -> float:
 def real_config(config: Mapping[str, Any], miniature: Miniature) -> dict[str, Any]:
     """The parameters of a stage, with those of the project for those of the short run."""
     changed = json.loads(json.dumps(config))
-    for name in short_run(miniature, 0).keys() | short_run(miniature, 1).keys():
+    for name in short_run(miniature, 0):
         for block in (each for each in changed if name.startswith(f"{each}.")):
             inside, given = changed[block], miniature.load(f"params:{block.partition('.')[0]}")
             *folders, last = name.removeprefix(f"{block}.").split(".")
@@ -287,8 +295,12 @@ def show(
         table.add_row(each.stage, *map(duration, (expected, least, most)), size)
     if forecasts:
         least, expected, most = total
-        table.add_row("[bold]all", *map(duration, (expected, least, most)), "")
+        table.add_row("[bold]all of these", *map(duration, (expected, least, most)), "")
         console.print(table)
+    evaluate = ledger.catalog.load("params:evaluate")
+    left_out = [each for each in UNKNOWN if getattr(evaluate, each, None) is not None]
+    if forecasts and left_out:
+        console.print(f"not forecast: {', '.join(left_out)}")
     for stage, made in finished.items():
         known = [usage_of(ledger.workspace, each) for each in made]
         took = sum(each.seconds for each in known if each is not None)

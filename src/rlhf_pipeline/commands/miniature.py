@@ -28,6 +28,10 @@ from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
 
 PREPARED = ("source", "base_model", "split", "reward_base", "critic_base", "teacher")
 """Stages that train nothing: the miniature uses the results of the project."""
+FOLDERS = (".measure", ".prove")
+"""Where miniatures run, beside the workspace; a failed one leaves its folder."""
+LONGEST_TAIL = 4000
+"""Bytes of a log that a message shows."""
 
 
 class Miniature:
@@ -53,11 +57,11 @@ class Miniature:
                 f"--pipeline: found {pipeline}, expected one that prepares data and trains. Fix: "
                 "choose full"
             )
-        self.root = ledger.workspace.parent / f".{name}"
-        self.workspace, self.log = self.root / ledger.workspace.name, self.root / f"{name}.log"
+        self.root = ledger.workspace.parent / name
+        self.workspace, self.log = self.root / ledger.workspace.name, self.root / "run.log"
         shutil.rmtree(self.root, ignore_errors=True)
         self.workspace.mkdir(parents=True)
-        for each in (*PREPARED, *whole):
+        for each in (*PREPARED, *whole, ".locks"):
             (ledger.workspace / each).mkdir(parents=True, exist_ok=True)
             (self.workspace / each).symlink_to(ledger.workspace / each)
 
@@ -99,14 +103,16 @@ class Miniature:
         while (code := run.poll()) is None:
             time.sleep(0.2)
             line = f"{what}: {''.join(self._tail(1))}"
-            self._status.update(line[: self._status.console.width - 4])
+            self._status.update(escape(line[: self._status.console.width - 4]))
         if code != 0:
             tail = "\n".join(["", *self._tail(8)])
             raise StageError(f"{what} failed. Fix: correct what {self.log} ends with:{tail}")
 
     def _tail(self, lines: int) -> list[str]:
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        return [escape(line) for line in text.strip().splitlines()[-lines:]]
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - LONGEST_TAIL))
+            text = log.read().decode(errors="replace")
+        return text.strip().splitlines()[-lines:]
 
     def short(self, stage: str, steps: int, saved_every: int) -> Iterator[tuple[str, Any]]:
         """The parameters with which a stage takes a few steps."""
@@ -119,8 +125,9 @@ class Miniature:
         elif isinstance(block, SampledConfig):
             yield f"{stage}.sample.prompts", steps * vars(block)["batch_size"]
             yield from ((f"{stage}.rounds", 1), (f"{stage}.epochs", 1))
-            if "sft" in self.stages:  # whose policy does not end its answers yet
+            if "sft" in self.stages:  # whose policy hardly has good answers yet, and ends none
                 yield f"{stage}.sample.cut_answers", "keep"
+                yield f"{stage}.sample.min_score", None
         else:
             yield f"{stage}.epochs", (steps + 0.5) / self.rows(stage) * block.batch_size
         if stage == "reward_model":

@@ -68,7 +68,7 @@ def prove(
     found: dict[str, Certificate] = {}
     wanted = properties or get_args(Property)
     with console.status("preparing models and data") as status:
-        proof = Proof(Miniature(ledger, configuration, project, pipeline, "prove", status), steps)
+        proof = Proof(Miniature(ledger, configuration, project, pipeline, ".prove", status), steps)
         for stage, first in proof.whole().items():
             certificate = proof.certificate(stage, first)
             for _ in range(kills if "resume" in wanted else 0):

@@ -6,7 +6,7 @@ forecasts/STAGE.json       in the workspace: a `Forecast`, the newest one
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,12 +55,12 @@ class Forecast:
     """The least, the expected and the largest value."""
     peak: float
     """As `Usage.peak`."""
-    machine: str = ""
+    machine: str = field(default_factory=processor)
 
     def write(self, workspace: Path) -> None:
         """Replace the forecast of this stage."""
         (workspace / FORECASTS).mkdir(exist_ok=True)
-        text = json.dumps(asdict(self) | {"machine": processor()}, indent=2)
+        text = json.dumps(asdict(self), indent=2)
         write_atomically(workspace / FORECASTS / f"{self.stage}.json", text)
 
 

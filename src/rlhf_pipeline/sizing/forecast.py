@@ -30,7 +30,7 @@ class Timings:
     within: int
     """Steps in `fixed`."""
     steps: tuple[float, ...]
-    """Each of the other steps; of a training with two steps at most, its steps."""
+    """Each of the other steps; of a training with two steps at most, the shorter one."""
     evaluation: float
     saving: float
     """A checkpoint for resuming."""
@@ -56,8 +56,8 @@ class Timings:
         return cls(
             fixed=seconds - sum(others) - sum(gaps),
             within=len(lines) - len(others),
-            steps=tuple(others or taken),
-            evaluation=max(0.0, taken[-1] - mean(others or taken)),
+            steps=tuple(others or [min(taken)]),
+            evaluation=max(0.0, taken[-1] - mean(others or [min(taken)])),
             saving=max(0.0, mean(gaps or [0.0])),
             tokens=mean(found) if found else None,
         )
@@ -106,8 +106,12 @@ def answering_range(
     """Seconds of a stage that samples answers to `wanted` prompts.
 
     Two short runs took `seconds` for `prompts`. `shares` is how much longer than theirs prompts
-    with answers will be.
+    with answers will be. If the run with more prompts was not slower, they may take as long as
+    their number says, at most.
     """
+    if not differ(prompts, seconds):
+        alone = mean(seconds)
+        return with_drift((alone, alone, alone * max(1.0, wanted / prompts[-1])), 0.0)
     fixed = max(0.0, line(prompts, seconds, 0.0))
     more = line(prompts, seconds, float(wanted)) - fixed
     return with_drift(tuple(fixed + more * share for share in shares), 0.0)
@@ -134,7 +138,6 @@ def with_drift(expected: Sequence[float], error: float) -> Range:
     return max(0.0, least - below), middle, most + above
 
 
-def lengths(expected: float, limit: int | None) -> Range:
+def lengths(expected: float, limit: int) -> Range:
     """Mean lengths of answers in tokens that are expected to have `expected`, up to a limit."""
-    most = expected * LENGTH if limit is None else min(float(limit), expected * LENGTH)
-    return expected / LENGTH, expected, max(most, expected)
+    return expected / LENGTH, expected, max(expected, min(limit, expected * LENGTH))

@@ -63,6 +63,7 @@ def evaluation_page(
     answers: dict[str, list[dict[str, Any]]] = {}
     for answer in read_json_lines(verified(evaluation, ANSWERS)):
         answers.setdefault(answer["policy"], []).append(answer)
+    trained = [*(made for made in models.values() if records[made.stage]), manifest]
     names, policy, judge = titles(compared), compared["candidate"], compared["judge"]
     candidate = names[policy]
     heading = verdict(judge, compared["win_rates"][judge], candidate)
@@ -82,7 +83,7 @@ def evaluation_page(
         manifest=manifest,
         reward_report=reward_report,
         models=models,
-        took=took([*models.values(), manifest], workspace) if workspace else [],
+        took=took(trained, workspace) if workspace else [],
         metrics=metric_rows(compared),
         data=_table(compared, answers),
         sections=[*_sections(compared, models, records, answers)],
