@@ -26,6 +26,7 @@ from rlhf_pipeline.sizing.forecast import (
     Timings,
     answering_range,
     lengths,
+    line,
     peak_after,
     training_range,
 )
@@ -169,15 +170,41 @@ def forecast(miniature: Miniature, shorts: Mapping[str, list[Short]]) -> Iterato
             continue
         *_, last = seen
         block = miniature.blocks.get(stage)
+        peak = float(max(each.usage.peak for each in seen))
         if isinstance(block, SupervisedConfig | PPOConfig):
             seconds = training(block, seen, shorts, miniature)
+            if isinstance(block, PPOConfig) and gpu_count() == 0:  # a GPU's was not measured
+                peak = peak_after(peak, ROLLOUTS, block.steps)
         else:
-            seconds = answering(seen, sampled_tokens(shorts), miniature)
+            asked = prompts_of(seen, miniature)
+            seconds = answering(seen, asked, sampled_tokens(shorts), miniature)
+            peak = max(peak, line(asked.short, [each.usage.peak for each in seen], asked.wanted))
         config = real_config(last.made.config, miniature)
-        peak = float(max(each.usage.peak for each in seen))
-        if isinstance(block, PPOConfig) and gpu_count() == 0:  # a GPU's was not measured
-            peak = peak_after(peak, ROLLOUTS, block.steps)
         yield Forecast(stage, config, last.made.ranks, seconds, peak)
+
+
+class Asked(NamedTuple):
+    """The prompts that a stage answers, in its short runs and later."""
+
+    short: list[int]
+    wanted: int
+    file: str
+    """The file of the split with the prompts."""
+    limit: int
+    """The most tokens of an answer."""
+
+
+def prompts_of(seen: Sequence[Short], miniature: Miniature) -> Asked:
+    """The prompts of a stage that answers."""
+    (name,) = seen[-1].made.config.keys() - {"candidate", "table"}
+    given = [each.made.config[name] for each in seen]
+    block = miniature.blocks.get(name.removesuffix(".sample"))
+    if isinstance(block, SampledConfig):
+        wanted, file = sampled_prompts(block, miniature), "ppo/train.arrow"
+    else:
+        wanted, file = test_prompts(miniature), "evaluation/test.arrow"
+    limit = given[-1]["sampling"]["max_response_tokens"]
+    return Asked([each["prompts"] for each in given], wanted, file, limit)
 
 
 def training(
@@ -210,24 +237,16 @@ def training(
     return training_range(timings, steps, len(evaluated), saved, answers, prompt)
 
 
-def answering(seen: list[Short], tokens: float, miniature: Miniature) -> Range:
+def answering(seen: list[Short], asked: Asked, tokens: float, miniature: Miniature) -> Range:
     """Seconds of a stage that answers all prompts of the project.
 
     `tokens` is the mean length of the answers in the miniature.
     """
-    (name,) = seen[-1].made.config.keys() - {"candidate", "table"}
-    block = miniature.blocks.get(name.removesuffix(".sample"))
-    if isinstance(block, SampledConfig):
-        wanted = sampled_prompts(block, miniature)
-    else:
-        wanted = test_prompts(miniature)
-    given = [each.made.config[name] for each in seen]
-    answers = expected_answers(miniature, tokens, given[-1]["sampling"]["max_response_tokens"])
-    file = "ppo/train" if isinstance(block, SampledConfig) else "evaluation/test"
-    prompt = mean_tokens(miniature, f"{file}.arrow", "prompt_ids")
+    answers = expected_answers(miniature, tokens, asked.limit)
+    prompt = mean_tokens(miniature, asked.file, "prompt_ids")
     least, expected, most = ((prompt + each) / (prompt + tokens) for each in answers)
     took = [each.usage.seconds for each in seen]
-    return answering_range([x["prompts"] for x in given], took, wanted, (least, expected, most))
+    return answering_range(asked.short, took, asked.wanted, (least, expected, most))
 
 
 def expected_answers(miniature: Miniature, tokens: float, limit: int) -> Range:
