@@ -178,7 +178,9 @@ def forecast(miniature: Miniature, shorts: Mapping[str, list[Short]]) -> Iterato
         else:
             asked = prompts_of(seen, miniature)
             seconds = answering(seen, asked, sampled_tokens(shorts), miniature)
-            peak = max(peak, line(asked.short, [each.usage.peak for each in seen], asked.wanted))
+            # A line would go on where batches are full, and what was seen would stay.
+            grown = line(asked.short, [each.usage.peak for each in seen], asked.wanted)
+            peak = (peak + max(peak, grown)) / 2
         config = real_config(last.made.config, miniature)
         yield Forecast(stage, config, last.made.ranks, seconds, peak)
 
