@@ -140,4 +140,4 @@ def test_what_would_fail_at_the_end_fails_in_the_short_run(own, tmp_path):
     changed = f"evaluate.judges=[{tmp_path}/judge.py:judge]"
     options = "--pipeline=full", "--measure"
     printed = own.kedro(*options, command="rlhf plan", params=changed, check=False)
-    assert "short run 1 failed" in printed and "the judge is away" in printed
+    assert re.search(r"short run \d failed", printed) and "the judge is away" in printed

@@ -30,7 +30,7 @@ PREPARED = ("source", "base_model", "split", "reward_base", "critic_base", "teac
 """Stages that train nothing: the miniature uses the results of the project."""
 FOLDERS = (".measure", ".prove")
 """Where miniatures run, beside the workspace; a failed one leaves its folder."""
-LONGEST_TAIL = 4000
+LONGEST_TAIL = 16_000
 """Bytes of a log that a message shows."""
 
 
@@ -105,7 +105,7 @@ class Miniature:
             line = f"{what}: {''.join(self._tail(1))}"
             self._status.update(escape(line[: self._status.console.width - 4]))
         if code != 0:
-            tail = "\n".join(["", *self._tail(8)])
+            tail = "\n".join(["", *self._tail(30)])
             raise StageError(f"{what} failed. Fix: correct what {self.log} ends with:{tail}")
 
     def _tail(self, lines: int) -> list[str]:
