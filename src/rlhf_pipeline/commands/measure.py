@@ -116,7 +116,11 @@ def short_run(miniature: Miniature, number: int) -> dict[str, Any]:
         return params
     evaluate = miniature.load("params:evaluate")
     params["evaluate.prompts"] = few_prompts(
-        miniature, number, test_prompts(miniature), evaluate.sampling, evaluate.answers_per_prompt
+        miniature,
+        number,
+        evaluation_prompts(miniature),
+        evaluate.sampling,
+        evaluate.answers_per_prompt,
     )
     if evaluate.tasks is not None:
         params["evaluate.tasks.limit"] = 2
@@ -140,7 +144,7 @@ def few_prompts(
     return max(2, min(wanted, max(few, miniature.ranks)))
 
 
-def test_prompts(miniature: Miniature) -> int:
+def evaluation_prompts(miniature: Miniature) -> int:
     """The prompts of an evaluation."""
     wanted = miniature.load("params:evaluate").prompts
     return int(min(wanted, miniature.files["evaluation/test.arrow"]["rows"]))
@@ -178,7 +182,8 @@ def forecast(miniature: Miniature, shorts: Mapping[str, list[Short]]) -> Iterato
         else:
             asked = prompts_of(seen, miniature)
             seconds = answering(seen, asked, sampled_tokens(shorts), miniature)
-            # A line would go on where batches are full, and what was seen would stay.
+            # Memory rises with the prompts until a batch is full, which the short runs may not
+            # show: the middle of their peak, and of a rise up to the last prompt.
             grown = line(asked.short, [each.usage.peak for each in seen], asked.wanted)
             peak = (peak + max(peak, grown)) / 2
         config = real_config(last.made.config, miniature)
@@ -204,7 +209,7 @@ def prompts_of(seen: Sequence[Short], miniature: Miniature) -> Asked:
     if isinstance(block, SampledConfig):
         wanted, file = sampled_prompts(block, miniature), "ppo/train.arrow"
     else:
-        wanted, file = test_prompts(miniature), "evaluation/test.arrow"
+        wanted, file = evaluation_prompts(miniature), "evaluation/test.arrow"
     limit = given[-1]["sampling"]["max_response_tokens"]
     return Asked([each["prompts"] for each in given], wanted, file, limit)
 

@@ -48,7 +48,11 @@ class Observed:
 @click.argument("properties", nargs=-1, type=click.Choice(get_args(Property)))
 @pipeline_option
 @click.option(
-    "--steps", type=click.IntRange(min=3), default=6, show_default=True, help="Of each training."
+    "--steps",
+    type=click.IntRange(min=3),
+    default=6,
+    show_default=True,
+    help="Steps of each training.",
 )
 @click.option(
     "--kills", type=click.IntRange(min=1), default=1, show_default=True, help="Kills of each stage."
