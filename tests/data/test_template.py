@@ -148,5 +148,9 @@ def test_a_template_shows_schemas_and_calls_of_tools(tokenizer):
 
 def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer):
     called = [USER, {"role": "assistant", "content": "add(1, 2)"}, RESULT]
+    own = (
+        "{% for m in messages %}{{ m.role if m.role == 'user' else 'assistant' }}: {{ m.content }}"
+    )
+    use(tokenizer, own + "{{ eos_token }}{% endfor %}")
     with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows a tool's turn as one of the"):
         render(tokenizer, called, "3.")

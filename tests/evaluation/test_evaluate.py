@@ -376,7 +376,7 @@ def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path
     sft = load_policy(inputs["sft_model"], "fp32").eval()
     size = TokenContract.read(inputs["sft_model"]).vocab_size
     expected = []
-    for sequences in (given[1], given[0], given[2]):
+    for sequences in (each.sequences for each in (given[1], given[0], given[2])):
         for row in range(len(sequences)):
             prompt = sequences.prompt_ids[row][sequences.prompt_mask[row].bool()]
             response = sequences.response_ids[row][sequences.action_mask[row]]

@@ -168,9 +168,13 @@ def test_each_row_is_scored_as_it_is_alone(models, world, tokens):
         torch.testing.assert_close(scored.scores[row], score[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_response_ended_if_it_contains_any_eos_of_the_model():
-    ids = collate(PROMPTS, RESPONSES, 0).response_ids
-    assert ended(ids, SimpleNamespace(eos_ids=(1, 24))).tolist() == [True, True, True]
+def test_a_response_ended_if_its_last_token_is_an_eos_that_the_policy_chose():
+    contract = SimpleNamespace(eos_ids=(1, 24))
+    assert ended(collate(PROMPTS, RESPONSES, 0), contract).tolist() == [True, True, True]
+    actions = [[True] * len(row) for row in RESPONSES]
+    actions[1][-1] = False  # the end of a reply
+    given = collate(PROMPTS, [[20, 1, 5], *RESPONSES[1:]], 0, actions=[[True] * 3, *actions[1:]])
+    assert ended(given, contract).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,15 @@ _OF_PPO = {
     "auto": GENERATOR.builtin["transformers"],
     "hybrid": "rlhf_pipeline.generation.hybrid_generator:HybridGenerator",
 }
+ENVIRONMENT = Door(
+    "environment",
+    {
+        "verifiers": "rlhf_pipeline.episodes.verifiers:Verifiers",
+        "openenv": "rlhf_pipeline.episodes.openenv:OpenEnv",
+    },
+    "seed",
+    "step",
+)
 PPO_GENERATOR = replace(GENERATOR, builtin=_OF_PPO | dict(GENERATOR.builtin))
 """`auto` is transformers, where a run has not put vllm in its place."""
 

@@ -18,6 +18,7 @@ from pydantic import (
 
 from rlhf_pipeline.config.block import Block, Precision, operational
 from rlhf_pipeline.config.doors import GENERATOR
+from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.config.rewards import JUDGE_MODEL, REWARD_MODEL, Judges
 from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap, DataPath
 from rlhf_pipeline.config.training import (
@@ -67,7 +68,7 @@ class EvaluationSamplingConfig(SamplingConfig):
     the log-probabilities of temperature 1."""
 
 
-class AnsweringConfig(Block):
+class AnsweringConfig(EpisodesConfig):
     """How policies answer and are scored, one model at a time."""
 
     micro_batch_tokens: PositiveInt = 16384

@@ -15,6 +15,7 @@ from pydantic import (
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block, nearest, operational
 from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR, parameters
+from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward, reads_scored, uses_trained
 from rlhf_pipeline.config.training import (
     FrozenModel,
@@ -126,7 +127,7 @@ class CriticConfig(TrainedModelConfig):
             yield "base_model.path: found none, expected a folder or a name. Fix: set it"
 
 
-class PPOConfig(SavingConfig):
+class PPOConfig(EpisodesConfig, SavingConfig):
     """Proximal policy optimization (Schulman et al. 2017) on the score of `rewards`."""
 
     stage: ClassVar[str] = "ppo"

@@ -262,6 +262,17 @@ class CodeReward(RewardSource):
         return self.name or "code"
 
 
+class EnvironmentReward(RewardSource):
+    """The sum of the rewards that the environment of an episode has given."""
+
+    environment: Literal["reward"]
+    """Tells the kind."""
+
+    @property
+    def label(self) -> str:
+        return self.name or "environment"
+
+
 class PairwiseJudge(Block):
     """A chat model that compares two answers, in both orders."""
 
@@ -283,13 +294,14 @@ _Single = (
     | Annotated[RegexReward, Tag("regex")]
     | Annotated[RubricReward, Tag("rubric")]
     | Annotated[CodeReward, Tag("code")]
+    | Annotated[EnvironmentReward, Tag("environment")]
 )
 _Trained = Annotated[TrainedReward, Tag("model")]
 _OfPairs = Annotated[PairwiseJudge, Tag("openai")]
 Scorer = _Trained | _Single | _OfPairs
 """What scores an answer, or compares it with others. `Reward`, `SampleReward` and `Judge` are the
 forms of it that a list of parameters accepts."""
-_KINDS = ("callable", "path", "reference", "regex", "rubric", "code")  # rewards and judges
+_KINDS = "callable", "path", "reference", "regex", "rubric", "code", "environment"  # of both
 
 
 def _told_by(*kinds: str, error: str, message: str) -> Discriminator:
@@ -317,12 +329,12 @@ def _judge_form(value: Any) -> Any:
 
 _REWARD_FORMS = (
     "expected 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
-    "model, callable, path, reference, regex, rubric and code; beside openai, add a rubric: "
-    "without one a chat model compares answers, and scores none"
+    "model, callable, path, reference, regex, rubric, code and environment; beside openai, add a "
+    "rubric: without one a chat model compares answers, and scores none"
 )
 _JUDGE_FORMS = (
     "expected 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of callable, "
-    "path, reference, regex, rubric, code and openai"
+    "path, reference, regex, rubric, code, environment and openai"
 )
 Reward = Annotated[
     _Trained | _Single,

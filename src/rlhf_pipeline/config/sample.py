@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.config.evaluate import AnsweringConfig, EvaluateConfig
 from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, SampleRewards, TrainedReward, name_faults
@@ -77,6 +78,10 @@ class SampledConfig(Block):
     @property
     def sampling(self) -> SamplingConfig:
         return self.sample.sampling
+
+    @property
+    def episodes(self) -> EpisodesConfig:
+        return self.sample.episodes
 
 
 class RejectionConfig(SampledConfig, SFTConfig):

@@ -17,10 +17,16 @@ from rlhf_pipeline.data.token_contract import Reader, Tokenizer
 from rlhf_pipeline.errors import ArtifactError
 
 HUMAN_ASSISTANT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% for tool in tools or [] %}{% set it = tool.function %}"
+    "{{ it.name + '(' + it.parameters.properties | join(', ') + '): ' + it.description + '\\n' }}"
+    "{% endfor %}{% for message in messages %}"
     "{% if message.role == 'system' %}{{ message.content }}"
     "{% elif message.role == 'user' %}{{ '\\n\\nHuman: ' + message.content }}"
-    "{% else %}{{ '\\n\\nAssistant: ' + message.content + eos_token }}{% endif %}{% endfor %}"
+    "{% elif message.role == 'tool' %}{{ '\\n\\nTool: ' + message.content }}"
+    "{% else %}{{ '\\n\\nAssistant: ' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{% set it = call.function or call %}<tool_call>"
+    "{{ {'name': it.name, 'arguments': it.arguments} | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
 """Chat template for base models without one, in the format of Anthropic's dialogues."""
@@ -153,6 +159,41 @@ def render_responses(
         text = dialogue[len(start) : end.end("end")] if end else dialogue[len(start) :] + tokens[0]
         texts[row] = text
     return texts
+
+
+def render_replies(reader: Reader, replies: Conversation) -> str:
+    """The text between the EOS of an assistant's turn and its next one: replies to the turn, and
+    the generation prompt.
+
+    A mark stands for the turn, and no other turn is rendered: some templates render an earlier turn
+    differently once the dialogue continues. Raises ArtifactError like `render_prompts`.
+    """
+    mark = "TURN"
+    while any(mark in reply["content"] for reply in replies):
+        mark += "S"
+    turn: dict[str, Any] = {"role": "assistant", "content": mark}
+    if calls := [reply for reply in replies if reply["role"] == "tool"]:
+        # One of them, as Llama's template takes no more.
+        function = {"name": calls[0].get("name", mark), "arguments": {"mark": mark}}
+        call = {"id": calls[0].get("tool_call_id", mark), "type": "function", "function": function}
+        turn["tool_calls"] = [call]
+    dialogue = [{"role": "user", "content": "?"}, turn, *replies]
+    (text,) = render_prompts(reader.tokenizer, ["a reply"], [dialogue])
+    tokens = reader.tokenizer.convert_ids_to_tokens(list(reader.contract.eos_ids))
+    found = re.compile("|".join(map(re.escape, tokens))).search(text, text.rfind(mark))
+    if mark not in text or found is None:
+        raise ArtifactError(
+            f"the tokenizer's chat template renders {text!r}, expected {' or '.join(tokens)} after "
+            f"the assistant's turn {mark}. Fix: use a template that ends each turn with it."
+        )
+    return text[found.end() :]
+
+
+def role_marks(reader: Reader) -> set[str]:
+    """What the template writes around the text of a user, after which a turn begins or ends."""
+    mark = "TEXT"
+    text = render_replies(reader, [{"role": "user", "content": mark}])
+    return {part.strip(" ") for part in text.split(mark) if part.strip()}
 
 
 def render_turns(

@@ -169,6 +169,13 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
+def without(pattern: re.Pattern[str], text: str) -> str:
+    """The text without what a pattern finds; what is left of two finds can be another one."""
+    while pattern.search(text):
+        text = pattern.sub("", text)
+    return text
+
+
 class ControlTokenFilter:
     """Rejects, as bad rows, records in which a control token would end or forge a turn."""
 

@@ -18,13 +18,14 @@ from rlhf_pipeline.config.rewards import GOLD
 from rlhf_pipeline.config.sample import SampleConfig
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.sources.synthetic import gold_score
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
 from rlhf_pipeline.distributed.engine import free_memory, frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
-from rlhf_pipeline.generation.generator import Generator, load_generator, row_seeds
-from rlhf_pipeline.generation.records import Scored, ended
+from rlhf_pipeline.episodes.loop import Episodes, load_episodes
+from rlhf_pipeline.generation.generator import Generator, load_generator, respond, row_seeds
+from rlhf_pipeline.generation.records import Rollout, Scored, ended, response_texts
 from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, saved_precision
@@ -124,6 +125,7 @@ def perplexity(policy: nn.Module, folder: Path, setup: Setup, prompts: int) -> f
 def answer_all(
     folders: dict[str, Path],
     setups: Mapping[str, Setup],
+    job: LaunchedJob,
     draws: int,
     baseline_draws: int,
     measure: Callable[[nn.Module, str], None] = lambda policy, name: None,
@@ -135,23 +137,29 @@ def answer_all(
     `measure` may use each policy, too.
     """
     baseline = next(iter(folders))
-    answers: dict[Draw, tuple[Sequences, Tensor]] = {}
+    answers: dict[Draw, tuple[Rollout, Tensor]] = {}
     scored: dict[Draw, Scored] = {}
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
         setup, config = setups[name], setups[name].config
         read = partial(logprobs, setup=setup, temperature=config.sampling.temperature or 1.0)
+        reader = Reader(setup.tokenizer, setup.contract)
+        episodes = load_episodes(config, reader, job, setup.world, setup.place)
+        longest = max(map(len, setup.prompts["prompt_ids"]))
+        if config.has_turns:
+            longest = config.longest_prompt(config.sampling)
         generator = load_generator(
-            config.generator, config.sampling, lambda: max(map(len, setup.prompts["prompt_ids"])),
+            config.generator, config.sampling, lambda: longest,
             policy=policy, contract=setup.contract, world=setup.world, hybrid=None,
             gather=config.gather_for_generation, place=f"{setup.place}.generator",
         )  # fmt: skip
         for draw in range(baseline_draws if name == baseline else draws):
-            sequences = answer(generator, setup, draw)
-            answers[name, draw] = sequences, read(policy, sequences)
+            rollout = answer(generator, episodes, setup, draw)
+            answers[name, draw] = rollout, read(policy, rollout.sequences)
         measure(policy, name)
-        for answered, (sequences, own) in answers.items() if name == baseline else ():
+        for answered, (rollout, own) in answers.items() if name == baseline else ():
             contract, reference = setups[answered[0]].contract, own
+            sequences = rollout.sequences
             if answered[0] != name:
                 has_its_tokens = contract == setup.contract
                 reference = read(policy, sequences) if has_its_tokens else own * math.nan
@@ -161,7 +169,8 @@ def answer_all(
                 ref_logprobs=reference,
                 values=None,
                 scores=torch.zeros(len(sequences)),  # the judges come later
-                ended=ended(sequences.response_ids, contract),
+                ended=ended(sequences, contract),
+                episodes=rollout.episodes,
             )
 
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
@@ -170,11 +179,11 @@ def answer_all(
     return scored
 
 
-def answer(generator: Generator, setup: Setup, draw: int) -> Sequences:
+def answer(generator: Generator, episodes: Episodes | None, setup: Setup, draw: int) -> Rollout:
     """Answer the prompts of this rank. Answers of one draw have equal randomness."""
-    prompts, rows = setup.prompts["prompt_ids"], setup.rows
-    seeds = row_seeds(setup.seed, draw, rows)
-    return generator.generate(prompts, setup.config.sampling, seeds, rows.tolist()).sequences
+    rows, seeds = setup.rows.tolist(), row_seeds(setup.seed, draw, setup.rows)
+    prompts = setup.prompts | {"prompt_number": rows}
+    return respond(generator, episodes, prompts, setup.config.sampling, seeds)
 
 
 def judge_all(
@@ -232,9 +241,7 @@ def judge_all(
 
 
 def _as_text(scored: Scored, setup: Setup) -> Answered:
-    ids = scored.sequences.response_ids
-    texts = setup.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return Answered.of(setup.prompts, texts)
+    return Answered.of(setup.prompts, response_texts(scored, setup.tokenizer), scored.episodes)
 
 
 def _judged(
@@ -247,13 +254,17 @@ def _judged(
         log_ratios = log_ratios * math.nan
     sft_logprobs = scored.ref_logprobs.where(mask, 0.0)
 
+    said = text.responses
+    if scored.episodes is not None:  # judges of pairs, and readers, see all turns
+        said = [dialogue(one.messages) for one in scored.episodes]
+
     def known(value: Tensor) -> float | None:  # NaN: the baseline has other tokens
         return None if value.isnan() else float(value)
 
     own = [
         Answer(
             row=int(row),
-            response=text.responses[i],
+            response=said[i],
             draw=draw,
             prompt=dialogue(text.prompts[i]),
             scores={name: judged[i] for name, judged in scores.items()},
@@ -264,6 +275,7 @@ def _judged(
             source=setup.prompts["source"][i],
             messages=text.prompts[i],
             right=accuracy(text.references[i], text.responses[i]),
+            episode=scored.episodes[i].record() if scored.episodes is not None else None,
         )
         for i, row in enumerate(setup.rows)
     ]

@@ -71,7 +71,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     # Beside the champion none: the evaluation of the candidate has the same curve.
     best = 0 if CHAMPION in folders else config.best_of_n
     each = config.answers_per_prompt
-    scored = answer_all(folders, setups, each, max(config.baseline_draws, best), measure)
+    scored = answer_all(folders, setups, job, each, max(config.baseline_draws, best), measure)
     draws = judge_all(scored, job, judges, setups)
     rubrics = {name: one for name, one in judges[0].items() if isinstance(one, RubricSource)}
     counted = world.gather({name: source.counted() for name, source in rubrics.items()})

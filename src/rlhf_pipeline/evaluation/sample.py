@@ -41,6 +41,9 @@ from rlhf_pipeline.scoring.chat_model import ChatModel, reply_folder
 from rlhf_pipeline.verdict.answers import Answer
 
 PARTS = ("train", "validation")
+_MASK = pa.list_(pa.bool_())
+COMPARED = pa.schema([*COMPARISON, ("chosen_mask", _MASK), ("rejected_mask", _MASK)])
+"""Comparisons with the tokens that the policy chose, for an answer can have several turns."""
 Sample = dict[str, Any]
 """A prompt with its answers: a line of `samples.jsonl`, and the tokens."""
 Match = tuple[int, int]
@@ -64,14 +67,17 @@ def main(job: LaunchedJob) -> dict[str, float]:
     prompts, seed = Rows.of(together).columns(own), job.seed + table.round - 1
     judges = load_judges(job, config.rewards, f"{place}.rewards")
     setup = Setup(seed, config, contract, tokenizer, own, prompts, trust, world, place)
-    scored = answer_all({"policy": job.inputs["policy"]}, {"policy": setup}, 0, config.n)
+    scored = answer_all({"policy": job.inputs["policy"]}, {"policy": setup}, job, 0, config.n)
     draws = judge_all(scored, job, judges, {"policy": setup})
     shared = {}
     for i, row in enumerate(own.tolist()):
         sequences = [each.sequences for each in scored.values()]
+        asked = [one.prompt_ids[i][one.prompt_mask[i]].tolist() for one in sequences]
         ids = [one.response_ids[i][one.real_mask[i]].tolist() for one in sequences]
-        prompt = {name: prompts[name][i] for name in ("id", "prompt_ids", "messages")}
-        shared[row] = {"part": PARTS[row >= count], **prompt, "response_ids": ids}
+        own_masks = [one.action_mask[i][one.real_mask[i]].tolist() for one in sequences]
+        prompt = {name: prompts[name][i] for name in ("id", "messages")}
+        tokens = {"prompt_ids": asked, "response_ids": ids, "action_masks": own_masks}
+        shared[row] = {"part": PARTS[row >= count], **prompt, **tokens}
     gathered = world.gather(shared)
     if world.rank != 0:
         return {}
@@ -85,6 +91,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
         texts = [one.response for one in own_answers]
         if chosen is not None and len({texts[n] for n in chosen}) < len(chosen):
             chosen = None  # equal answers, which were scored apart
+        asked = samples[row]["prompt_ids"]
+        if chosen is not None and any(asked[n] != asked[chosen[0]] for n in chosen):
+            chosen = None  # an environment has begun their episodes differently
         samples[row] |= {"responses": texts, "scores": scores, "ended": finished, "chosen": chosen}
     written = [samples[row] for row in sorted(samples)]
     metrics = write(written, job.export, table.kind, world.size, config.min_score)
@@ -185,7 +194,8 @@ def write(
     folder.mkdir(exist_ok=True)
     with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
         for one in samples:
-            shown = {name: value for name, value in one.items() if not name.endswith("_ids")}
+            ids = "_ids", "_masks"
+            shown = {name: value for name, value in one.items() if not name.endswith(ids)}
             file.write(json.dumps(shown, ensure_ascii=False) + "\n")
     cut = mean(not finished for one in samples for finished in one["ended"])
     used = [one for one in samples if one["chosen"] is not None]
@@ -202,7 +212,7 @@ def write(
                 f"sample: found {len(rows)} rows for {part}, expected at least {ranks}, one for "
                 f"each rank; {why}. Fix: raise prompts, n or sampling.max_response_tokens, or {fix}"
             )
-        schema = DEMONSTRATION if kind == "demonstrations" else COMPARISON
+        schema = DEMONSTRATION if kind == "demonstrations" else COMPARED
         writer = ArrowWriter(folder / f"{part}.arrow", schema)
         writer.write(rows)
         writer.close()
@@ -216,9 +226,12 @@ def write(
 
 def row_of(sample: Sample) -> Sample:
     """The columns of SFT and of DPO."""
-    best, worst = (sample["response_ids"][sample["chosen"][end]] for end in (0, -1))
-    own = {"response_ids": best, "loss_mask": [True] * len(best)}
-    return sample | own | {"chosen_ids": best, "rejected_ids": worst}
+    best, worst = (sample["chosen"][end] for end in (0, -1))
+    ids, actions = sample["response_ids"], sample["action_masks"]
+    own = {"prompt_ids": sample["prompt_ids"][best]}
+    own |= {"response_ids": ids[best], "loss_mask": actions[best]}
+    pair = {"chosen_ids": ids[best], "chosen_mask": actions[best]}
+    return sample | own | pair | {"rejected_ids": ids[worst], "rejected_mask": actions[worst]}
 
 
 if __name__ == "__main__":

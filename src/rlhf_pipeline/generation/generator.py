@@ -5,10 +5,10 @@ Training and evaluation use the protocol `Generator` only. A new backend is a cl
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.distributed.world import World, gather_json, own_device
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.generation.records import Rollout
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.episodes.loop import Episodes
 
 Seed = tuple[int, ...]
 """The randomness of one response, for example (seed, step, row of the global batch)."""
@@ -121,6 +124,22 @@ def load_generator(
     rows = sampling.batch_size_per_gpu
     generator: Generator = call_with(make, sampling=sampling, rows=rows, **offered)
     return generator
+
+
+def respond(
+    generator: Generator,
+    episodes: "Episodes | None",
+    rows: Mapping[str, list[Any]],
+    sampling: SamplingConfig,
+    seeds: Sequence[Seed],
+) -> Rollout:
+    """Answer rows of the prompts' table, in one turn or in episodes. All ranks call this together.
+
+    `rows` have a `prompt_number`, equal for equal prompts.
+    """
+    if episodes is not None:
+        return episodes.play(generator, rows, sampling, seeds)
+    return generator.generate(rows["prompt_ids"], sampling, seeds, rows["prompt_number"])
 
 
 def row_seeds(seed: int, step: int, rows: np.ndarray) -> list[Seed]:

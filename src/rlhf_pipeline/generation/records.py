@@ -8,17 +8,21 @@ Shapes: B responses of this rank, R response tokens (right-padded). Log-probabil
 undefined where `sequences.action_mask` is false, unless the record says otherwise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import Sequences, tensors, wide
 from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.rl.rewards import kl_estimate
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.episodes.partner import Episode
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Rollout:
 
     sequences: Sequences
     logprobs: Tensor  # (B, R) float32: log pi(token) according to the sampler
+    episodes: "Sequence[Episode] | None" = None  # B, if an answer can have several turns
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Scored:
     """The outputs of policy and critic with graphs, if scoring and the update share a pass."""
     replies: dict[str, float] = field(default_factory=dict)
     """Requests to chat models that score, their replies and tokens, by `name/count`."""
+    episodes: "Sequence[Episode] | None" = None  # those of the `Rollout`
 
     @property
     def kl(self) -> Tensor:
@@ -82,6 +88,9 @@ class Scored:
         }
         parts = {name: both(x, other.parts[name]) for name, x in self.parts.items()}
         replies = {name: count + other.replies[name] for name, count in self.replies.items()}
+        if self.episodes is not None and other.episodes is not None:
+            played = [*self.episodes, *other.episodes]
+            changed["episodes"] = [played[row] for row in index.tolist()]
         return replace(self, sequences=sequences, parts=parts, replies=replies, **changed)
 
     def with_values_plus(self, offset: float) -> "Scored":
@@ -93,9 +102,20 @@ class Scored:
         return replace(self, values=self.values + offset, training_pass=done)
 
 
-def ended(response_ids: Tensor, contract: TokenContract) -> Tensor:
-    """Which responses (B, R) end by themselves, (B,) bool. Padding is never EOS."""
-    return torch.isin(response_ids, response_ids.new_tensor(contract.eos_ids)).any(1)
+def ended(sequences: Sequences, contract: TokenContract) -> Tensor:
+    """Which responses end by themselves, (B,) bool: their last token is an EOS of the policy."""
+    last = sequences.real_mask.sum(1, keepdim=True) - 1
+    is_eos = torch.isin(sequences.response_ids, last.new_tensor(contract.eos_ids))
+    return (is_eos & sequences.action_mask).gather(1, last.clamp(min=0)).squeeze(1)
+
+
+def response_texts(answered: Rollout | Scored, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The responses without special tokens: of an episode, the last turn of the policy."""
+    if answered.episodes is not None:
+        return [episode.answer for episode in answered.episodes]
+    ids = answered.sequences.response_ids
+    found: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return found
 
 
 @dataclass(frozen=True)

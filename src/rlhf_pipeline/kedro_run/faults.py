@@ -12,10 +12,12 @@ from typing import Any
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves, nearest
 from rlhf_pipeline.config.doors import source_file
+from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
+    EnvironmentReward,
     ModelReward,
     PairwiseJudge,
     ReferenceReward,
@@ -159,6 +161,17 @@ def length_faults(
         for place, block in answering.items()
     }
     prompt = split.max_prompt_tokens
+    turns: dict[str, Any] = {one.sampler: one for one in policies} | {"evaluate": evaluate}
+    for place, block in turns.items():
+        own, sampling = block.episodes, block.sampling
+        longest = own.longest_prompt(sampling) + sampling.max_response_tokens
+        if own.has_turns and longest > positions:
+            yield (
+                f"{place}.max_prompt_tokens: found {own.max_prompt_tokens}, expected at most "
+                f"{own.max_prompt_tokens + positions - longest}: {model} less "
+                f"sampling.max_response_tokens {sampling.max_response_tokens} and one more turn of "
+                f"{longest - own.max_prompt_tokens - sampling.max_response_tokens} tokens"
+            )
     for place, response in responses.items():
         if prompt + response > positions > prompt:
             yield (
@@ -182,6 +195,7 @@ def policy_faults(policy: Any, blocks: Mapping[str, Any], ranks: int) -> Iterato
     """Faults of a policy that answers prompts: its rewards, its text, its teacher."""
     place = f"{policy.sampler}.rewards"
     yield from judge_faults(policy.rewards, place, hub=False)
+    yield from episode_faults(policy.episodes, policy.rewards, policy.sampler)
     if blocks["evaluate"].rewards_judge(blocks["reward_model"]):
         yield from (f"{place}: {fault}" for fault in name_faults(as_judges(policy.rewards)))
     if isinstance(policy, SampledConfig):
@@ -194,6 +208,16 @@ def policy_faults(policy: Any, blocks: Mapping[str, Any], ranks: int) -> Iterato
             f"{policy.stage}.ptx: split.pretraining, the text for its loss, is null. Fix: set "
             "the sources and block_tokens of split.pretraining, or set "
             f"{policy.stage}.ptx to null"
+        )
+
+
+def episode_faults(config: EpisodesConfig, scorers: Sequence[Any], place: str) -> Iterator[str]:
+    """Tools without a file, and the reward of an environment that is not there."""
+    for name, code in config.code().items():
+        yield from _raised(f"{place}.{name}", source_file, code)
+    if config.environment is None and any(isinstance(s, EnvironmentReward) for s in scorers):
+        yield (
+            f"{place}.environment: found null, expected one, whose reward is asked for. Fix: set it"
         )
 
 

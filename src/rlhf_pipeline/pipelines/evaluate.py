@@ -90,6 +90,8 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         if config.rewards_judge(trained):
             judges = as_judges(getattr(policy_config, "rewards", ()))
             config = config.model_copy(update={"judges": judges})
+        if not config.has_turns and (own := getattr(policy_config, "episodes", None)) is not None:
+            config = config.model_copy(update=dict(own))
         if config.judge_model is not None:
             assert trained is not None, "checked before the run"
             second = config.judge_model, trained, data, seed, stages
@@ -160,7 +162,8 @@ def evaluate_models(
 def _judged(job: Job, config: EvaluateConfig, stages: Stages) -> Path:
     """Run an evaluation with the inputs of its judges."""
     judges, identities = reward_inputs(config.judges, JUDGE_PREFIX)
-    spec, inputs = job.spec.answering_by(config.generator), {**job.inputs, **judges}
+    spec = job.spec.answering_by(config.generator)
+    inputs = {**job.inputs, **judges, **config.code_inputs()}
     return stages.run(replace(job, spec=spec, inputs=inputs, identities=identities))
 
 

@@ -105,7 +105,7 @@ def _job(
     more: dict[str, Path],
     seed: int,
 ) -> Job:
-    inputs = {"prompts": split / "ppo", "sft_model": sft_model}
+    inputs = {"prompts": split / "ppo", "sft_model": sft_model, **config.code_inputs()}
     if config.ptx is not None:
         inputs["pretraining"] = split / "pretraining"
     block = with_generator(config)

@@ -122,6 +122,7 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
             table = TableConfig(kind=config.kind, round=number, rewards=config.rewards)
             blocks = {config.sampler: config.sample, "table": table}
             inputs = {"prompts": split / "ppo", "policy": model} | judges
+            inputs |= config.sample.code_inputs()
             samples = stages.run(Job(spec, blocks, inputs, seed, identities))
             blocks = {policy.name: block.model_validate(own), "table": table}
             inputs = {start: model, config.kind: samples} | rewards

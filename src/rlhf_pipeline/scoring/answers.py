@@ -6,13 +6,14 @@ case in `load_source`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from rlhf_pipeline.config.rewards import (
     CallableReward,
     CodeReward,
+    EnvironmentReward,
     ModelReward,
     ReferenceReward,
     RegexReward,
@@ -24,6 +25,7 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.episodes.partner import Episode
     from rlhf_pipeline.generation.records import Scored
 
 
@@ -35,16 +37,22 @@ class Answered:
     references: list[str | None]  # true answers, where they are known
     responses: list[str]  # without special tokens and surrounding white space
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    """Further columns of the sources, see `ColumnMap.extra`."""
+    """Further columns of the sources, see `ColumnMap.extra`; of episodes, also `episode`, their
+    records."""
 
     @classmethod
-    def of(cls, rows: Mapping[str, list[Any]], responses: list[str]) -> Self:
-        """The responses to rows of the prepared files."""
-        extra = [json.loads(text or "{}") for text in rows.get("extra", ())]
-        names = dict.fromkeys(name for row in extra for name in row)
-        columns = {name: [row.get(name) for row in extra] for name in names}
-        texts = [text.strip() for text in responses]
-        return cls(rows["messages"], rows["reference"], texts, columns)
+    def of(
+        cls,
+        rows: Mapping[str, list[Any]],
+        responses: list[str],
+        episodes: Sequence["Episode"] | None = None,
+    ) -> Self:
+        """The responses to rows of the prepared files, or the last turns of episodes."""
+        columns, prompts = further(rows), rows["messages"]
+        if episodes is not None:
+            prompts = [episode.prompt for episode in episodes]
+            columns["episode"] = [episode.record() for episode in episodes]
+        return cls(prompts, rows["reference"], [text.strip() for text in responses], columns)
 
     def true_answers(self, place: str) -> list[str]:
         """The true answers; StageError, which names `place`, if one is missing: right responses
@@ -56,6 +64,13 @@ class Answered:
                 "answer, expected one for each. Fix: set split.without_reference to drop"
             )
         return known
+
+
+def further(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The further columns of rows of the prepared files, see `ColumnMap.extra`."""
+    extra = [json.loads(text or "{}") for text in rows.get("extra", ())]
+    names = dict.fromkeys(name for row in extra for name in row)
+    return {name: [row.get(name) for row in extra] for name in names}
 
 
 Source = Callable[["Scored", Answered], list[float]]
@@ -99,6 +114,8 @@ def load_source(
             from rlhf_pipeline.scoring.sources import CodeSource
 
             return CodeSource(scorer, place)
+        case EnvironmentReward():
+            return lambda _, answered: [each["reward"] for each in answered.columns["episode"]]
         case ModelReward():
             from rlhf_pipeline.scoring.reward_sources import ModelSource
 

@@ -21,16 +21,16 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, ModelReward, Scorer, clip_of
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import NAME, Reader, TokenContract, Tokenizer, control_tokens
-from rlhf_pipeline.data.tokenization import any_of, encode, tokenize
+from rlhf_pipeline.data.tokenization import any_of, encode, tokenize, without
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World, on_gpu
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.generation.records import Scored
+from rlhf_pipeline.generation.records import Rollout, Scored, response_texts
 from rlhf_pipeline.models.forward import network_of, sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
-from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.scoring.answers import Answered, Source, load_source
@@ -117,9 +117,8 @@ class ModelSource:
 
         What the policy wrote cannot end or forge a turn: the texts of control tokens are removed.
         """
-        control, said = any_of(control_tokens(tokenizer, self.contract)), [*answered.responses]
-        while any(map(control.search, said)):  # what is left of two can be another one
-            said = [control.sub("", text) for text in said]
+        control = any_of(control_tokens(tokenizer, self.contract))
+        said = [without(control, text) for text in answered.responses]
         limit = getattr(network_of(self.model).config, "max_position_embeddings", None)
         places = [f"{self.path}, row {row}" for row in range(len(said))]
         if self.contract is not None:  # as the split has tokenized comparisons
@@ -173,14 +172,14 @@ class RewardSum:
         sources = {f"rewards.{name}": source.score for name, source in self.sources.items()}
         return {name: one.model for name, one in sources.items() if isinstance(one, ModelSource)}
 
-    def begin(self, sequences: Sequences, rows: Mapping[str, list[Any]]) -> "Begun":
+    def begin(self, answers: Rollout | Scored, rows: Mapping[str, list[Any]]) -> "Begun":
         """Start the sources that wait for others, beside which models can score: those that ask
         servers, and with models on a GPU those with processes, whose time limits run.
 
         Raises ArtifactError if a source reads texts, and `rows`, the columns of the prompts' table,
         have no messages or references.
         """
-        answered, apart = self._as_text(sequences, rows), dict[str, Future[list[float]]]()
+        answered, apart = self._as_text(answers, rows), dict[str, Future[list[float]]]()
         elsewhere = ("server", "processes") if on_gpu() else ("server",)
         pool = ThreadPoolExecutor(max(1, len(self.sources)))
         for name, source in self.sources.items():
@@ -196,7 +195,7 @@ class RewardSum:
         """The rollout with the weighted sum, as it is and clipped. None: nothing has begun."""
         if not self.sources:  # a teacher alone
             return replace(scored, clipped_scores=scored.scores)
-        answered, apart = begun or self.begin(scored.sequences, rows)
+        answered, apart = begun or self.begin(scored, rows)
         parts, replies = dict[str, Tensor](), dict[str, float]()
         for name, source in self.sources.items():
             with heartbeat.scored_by(name):
@@ -217,13 +216,12 @@ class RewardSum:
             replies=replies,
         )
 
-    def _as_text(self, sequences: Sequences, rows: Mapping[str, list[Any]]) -> Answered:
+    def _as_text(self, answers: Rollout | Scored, rows: Mapping[str, list[Any]]) -> Answered:
         if self.tokenizer is None:
             return Answered([], [], [])
         if missing := " and ".join(sorted({"messages", "reference"} - rows.keys())):
             raise ArtifactError(f"the prompts have no column {missing}. Fix: run stage split again")
-        texts = self.tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
-        return Answered.of(rows, texts)
+        return Answered.of(rows, response_texts(answers, self.tokenizer), answers.episodes)
 
 
 def load_rewards(

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_pipeline.config.episodes import CODE_PREFIX
 from rlhf_pipeline.config.policies import POLICIES
 from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
@@ -67,7 +68,8 @@ from the seeds of every training step."""
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train the actor; export the best evaluated model within the KL bound."""
     config = job.block(job.stage, POLICIES[job.stage])
-    sharing = {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
+    files = INPUT_PREFIX, CODE_PREFIX
+    sharing = {name: path for name, path in job.inputs.items() if not name.startswith(files)}
     if critic_start(config, job.inputs)[1] != "reward_model":
         sharing.pop("reward_model", None)  # it may read text
     contract = common_contract(
@@ -171,7 +173,7 @@ def held_out(setup: Setup) -> tuple[dict[str, float], list[dict[str, Any]]]:
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
     metrics = rollout_metrics(scored, setup.config, world, held_out=True)
-    metrics |= quality_metrics(rows, scored.sequences, setup)
+    metrics |= quality_metrics(rows, scored, setup)
     return metrics, sampled_answers(rows, scored, setup, min(setup.answers, count))
 
 

@@ -6,12 +6,19 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.generation.records import Scored
-from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.generation.records import Scored, response_texts
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.training.experience import equal_groups, sampler_weights_of, training_scores
 from rlhf_pipeline.training.ppo_setup import Setup, ppo_advice
+
+OF_EPISODES = {
+    "turns": "turns",
+    "calls": "calls",
+    "malformed_calls": "malformed",
+    "failed_calls": "failed",
+}
+"""Metrics of episodes, as numbers for each; and the fields of their records."""
 
 
 def rollout_metrics(
@@ -31,6 +38,11 @@ def rollout_metrics(
         "ended": scored.ended.sum().double(),
         **{f"reward/{name}": part.sum().double() for name, part in scored.parts.items()},
         **{f"replies/{name}": torch.tensor(float(n)) for name, n in scored.replies.items()},
+        **{
+            f"rollout/{name}": torch.tensor(float(sum(getattr(e, field) for e in episodes)))
+            for name, field in OF_EPISODES.items()
+            if (episodes := scored.episodes) is not None
+        },
     }
     in_update = config.logprobs_in_update and not held_out
     if held_out or not (config.has_teacher or in_update):
@@ -75,25 +87,22 @@ def rollout_metrics(
     }
 
 
-def quality_metrics(
-    rows: dict[str, list[Any]], sequences: Sequences, setup: Setup
-) -> dict[str, float]:
+def quality_metrics(rows: dict[str, list[Any]], scored: Scored, setup: Setup) -> dict[str, float]:
     """Gold score, and strict and lenient accuracy (`scoring.true_answers.accuracy`), as means over
     all ranks; each of them only if it is known for every prompt."""
     # Only an evaluation needs them, so a rank starts without them.
     from rlhf_pipeline.data.sources.synthetic import gold_score
     from rlhf_pipeline.scoring.true_answers import accuracy
 
-    ids = sequences.response_ids
-    texts = setup.models.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    right = [each or (None, None) for each in map(accuracy, rows["reference"], texts)]
+    said = response_texts(scored, setup.models.tokenizer)
+    right = [each or (None, None) for each in map(accuracy, rows["reference"], said)]
     columns = {
-        "gold_score": list(map(gold_score, rows["source"], rows["messages"], texts)),
+        "gold_score": list(map(gold_score, rows["source"], rows["messages"], said)),
         "accuracy": [strict for strict, _ in right],
         "accuracy_lenient": [lenient for _, lenient in right],
     }
     known = [[value for value in column if value is not None] for column in columns.values()]
-    counts = torch.tensor([[sum(own), len(own), len(texts)] for own in known]).double()
+    counts = torch.tensor([[sum(own), len(own), len(said)] for own in known]).double()
     sums = zip(columns, setup.world.sum(counts).tolist(), strict=True)
     return {f"objective/{name}": total / n for name, (total, own, n) in sums if own == n}
 
@@ -106,11 +115,11 @@ def sampled_answers(
     from rlhf_pipeline.scoring.chat_model import dialogue
 
     world, tokenizer = setup.world, setup.models.tokenizer
-    texts = tokenizer.batch_decode(scored.sequences.response_ids, skip_special_tokens=True)
+    said = response_texts(scored, tokenizer)
     values = {"score": scored.scores} if setup.config.rewards else {}
     values |= {f"reward/{name}": part for name, part in scored.parts.items()} | {"kl": scored.kl}
     own = [
-        {"prompt": dialogue(rows["messages"][place]), "answer": texts[place].strip()}
+        {"prompt": dialogue(rows["messages"][place]), "answer": said[place].strip()}
         | {name: round(float(value[place]), 4) for name, value in values.items()}
         for place in range(len(range(world.rank, count, world.size)))
     ]

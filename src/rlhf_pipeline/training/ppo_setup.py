@@ -13,11 +13,12 @@ from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import trained_weight
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.distributed.batches import Rows, load_rows
 from rlhf_pipeline.distributed.engine import frozen_model, store_settings, train_engine, untrained
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA, DeepSpeedEngine
+from rlhf_pipeline.episodes.loop import Episodes, load_episodes
 from rlhf_pipeline.generation.generator import Generator, load_generator
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
@@ -46,6 +47,7 @@ class PPOModels:
     contract: TokenContract  # the tokens that all models share
     tokenizer: PreTrainedTokenizerBase  # their tokenizer
     ema: EMA | None = None  # the average of the actor's weights; None if `ppo.ema` is off
+    episodes: Episodes | None = None  # what plays answers of several turns
 
     def __post_init__(self) -> None:
         for model in self.engines().values():
@@ -183,6 +185,8 @@ def load_ppo_models(
         return frozen_model(from_disk, model.config, world)
 
     def longest_prompt() -> int:
+        if config.has_turns:
+            return config.longest_prompt(config.sampling)
         files = (job.inputs["prompts"] / f"{part}.arrow" for part in ("train", "validation"))
         return max(load_rows(file, world).longest("prompt_ids") for file in files)
 
@@ -198,6 +202,7 @@ def load_ppo_models(
         world=world, gather=config.gather_for_generation, hybrid=config.hybrid,
         place=f"{config.stage}.generator",
     )  # fmt: skip
+    episodes = load_episodes(config, Reader(tokenizer, contract), job, world, config.stage)
     if "reference" not in models:  # an actor with adapters
         from rlhf_pipeline.models.lora import WithoutAdapters
 
@@ -212,6 +217,7 @@ def load_ppo_models(
         contract=contract,
         tokenizer=tokenizer,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
+        episodes=episodes,
     )
 
 

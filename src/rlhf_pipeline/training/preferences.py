@@ -25,12 +25,17 @@ from rlhf_pipeline.training.supervised import Batch, Task
 def pairs(rows: dict[str, list[Any]], pad_id: int) -> Batch:
     """Two answers to each prompt of the columns `prompt_ids`, `chosen_ids` and `rejected_ids`.
 
-    Both are processed in one forward pass, the chosen one first.
+    Both are processed in one forward pass, the chosen one first. Columns `chosen_mask` and
+    `rejected_mask` mark the tokens that the policy chose; without them, it chose all.
     """
     prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
     numbers = [pair for pair in range(len(rows["prompt_ids"])) for _ in range(2)]
     answers = list(chain(*zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)))
-    return Batch(collate(prompts, answers, pad_id, prompt_numbers=numbers), size=2)
+    actions = None
+    if "chosen_mask" in rows:
+        actions = list(chain(*zip(rows["chosen_mask"], rows["rejected_mask"], strict=True)))
+    sequences = collate(prompts, answers, pad_id, actions=actions, prompt_numbers=numbers)
+    return Batch(sequences, size=2)
 
 
 @dataclass(frozen=True)

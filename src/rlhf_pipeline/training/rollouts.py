@@ -25,7 +25,7 @@ from rlhf_pipeline.distributed.engine import free_memory, release_freed
 from rlhf_pipeline.distributed.engine_state import saved_tensors
 from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.distributed.zero import get_accelerator
-from rlhf_pipeline.generation.generator import Seed, row_seeds
+from rlhf_pipeline.generation.generator import Seed, respond, row_seeds
 from rlhf_pipeline.generation.records import Rollout, Scored, TrainingPass, ended
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
 from rlhf_pipeline.models.sequences import Sequences
@@ -71,9 +71,7 @@ def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = 
     models, away = setup.models, setup.config.offload_during_rollout
     staying = weights(models.actor)
     with in_main_memory(held(setup), staying) if away else nullcontext():
-        rollout = models.generator.generate(
-            rows["prompt_ids"], setup.config.sampling, seeds, rows["prompt_number"]
-        )
+        rollout = respond(models.generator, models.episodes, rows, setup.config.sampling, seeds)
     release_freed()  # the update needs as much memory, in blocks of other sizes
     return rollout
 
@@ -128,14 +126,15 @@ def score(
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.begin_phase("evaluation" if held_out else "scoring")
     rewards = setup.models.rewards
-    begun = rewards.begin(rollout.sequences, rows)
+    begun = rewards.begin(rollout, rows)
     known = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
     if setup.config.logprobs_in_update and not held_out:
         known = torch.full_like(rollout.logprobs, torch.nan)
     scored = score_sequences(
         setup, rollout.sequences, with_critic=not held_out, logprobs=known, trains=trains
     )
-    return rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows, begun)
+    sampled = replace(scored, sampler_logprobs=rollout.logprobs, episodes=rollout.episodes)
+    return rewards(sampled, rows, begun)
 
 
 @torch.no_grad()
@@ -177,7 +176,7 @@ def score_sequences(
         values = kept.values.detach().cpu()
     elif with_critic and models.critic is not None:
         values = run(response_values, models.critic)
-    is_ended = ended(sequences.response_ids, models.contract)
+    is_ended = ended(sequences, models.contract)
     return Scored(
         sequences=sequences, logprobs=logprobs, ref_logprobs=ref_logprobs, values=values,
         scores=scores, ended=is_ended, training_pass=kept,

@@ -38,6 +38,8 @@ class Answer:
     draw: int = 0  # number of this answer among those of the policy to this prompt
     right: tuple[float, float] | None = None
     """Whether it agrees with the true answer, 1 or 0: strictly and leniently; see `accuracy`."""
+    episode: dict[str, Any] | None = None
+    """The record of its turns, `episodes.partner.Episode`; `response` is their text."""
 
     def scored(self, judge: str, score: float) -> Self:
         """The answer with a further score."""

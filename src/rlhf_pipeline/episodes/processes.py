@@ -1,0 +1,261 @@
+"""The tools and the environment of the user, for each episode in a process of its own.
+
+A server imports the code once. It forks a process for each episode, so that no episode sees what
+another one has left behind, and what hangs or ends is one episode alone. The processes import this
+module, so it imports no torch.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import os
+import random
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import Connection
+from subprocess import DEVNULL, Popen
+from threading import Lock
+from typing import Any
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.scoring.function_workers import loaded
+
+_PROGRAM = "from rlhf_pipeline.episodes.processes import serve; serve()"
+LOAD_S = 120.0
+"""Longest time for the imports of the user, in seconds."""
+LONGEST_TEXT, LONGEST_REPLY = 100_000, 2**24
+"""Characters of a reply, and bytes of a message from a process."""
+
+
+class CallError(Exception):
+    """A call raised an exception; if its process is `lost`, it took too long, or has ended."""
+
+    def __init__(self, message: str, *, lost: bool = False) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
+class Server:
+    """Forks the processes of the episodes; one for each rank.
+
+    Args:
+        tools: the place of each tool in the parameters, its file or module, and its name.
+        environment: the same of the environment's class; None without one.
+        arguments: `environment_arguments`.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[tuple[str, str, str]],
+        environment: tuple[str, str, str] | None,
+        arguments: Mapping[str, Any],
+        timeout_s: float,
+    ) -> None:
+        self.timeout_s, self._lock = timeout_s, Lock()
+        self._pipe, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
+            how: Any = {"pass_fds": [theirs.fileno()], "start_new_session": True}
+            self._process = Popen(command, stdin=DEVNULL, **how)
+        self._pipe.send_bytes(json.dumps([sys.path, tools, environment, arguments]).encode())
+        self._schemas: list[dict[str, Any]] | None = None
+        self.stop = weakref.finalize(self, _stop, self._process)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The JSON schemas of the tools by transformers, once the code is imported.
+
+        Raises StageError if an import fails, or a function has no type hints or descriptions.
+        """
+        with self._lock:
+            if self._schemas is None:
+                try:
+                    said = _received(self._pipe, LOAD_S, "the import of tools and environment")
+                except CallError as error:
+                    raise StageError(f"{error}. Fix: correct what happens in the import") from None
+                if "error" in said:
+                    raise StageError(said["error"])
+                self._schemas = said["ok"]
+            return self._schemas
+
+    def episode(self, seed: Sequence[int]) -> "EpisodeProcess":
+        """A process for an episode, with randomness of its own."""
+        self.schemas()
+        ours, theirs = Pipe()
+        with self._lock, theirs:
+            self._pipe.send_bytes(b"null")
+            reduction.send_handle(self._pipe, theirs.fileno(), self._process.pid)
+            number = json.loads(self._pipe.recv_bytes())
+        return EpisodeProcess(ours, self.timeout_s, seed, partial(self._end, number))
+
+    def _end(self, number: int) -> None:
+        with self._lock, suppress(OSError):
+            self._pipe.send_bytes(json.dumps(number).encode())
+
+
+def _stop(process: Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class EpisodeProcess:
+    """The rank's end of an episode's process; `close` ends it, and all that it has started."""
+
+    def __init__(
+        self, pipe: Connection, timeout_s: float, seed: Sequence[int], end: Callable[[], None]
+    ) -> None:
+        self._pipe, self._timeout_s = pipe, timeout_s
+        self.close = weakref.finalize(self, end)
+        self._send(["seed", [int(word) for word in seed]])
+
+    def ask(self, *message: Any) -> Any:
+        """Call a tool ("call", name, arguments), or a method of the environment ("reset", task;
+        "step", text). Raises CallError."""
+        self._send(message)
+        said = _received(self._pipe, self._timeout_s, f"the {message[0]}")
+        if "error" in said:
+            raise CallError(said["error"])
+        return said["ok"]
+
+    def _send(self, message: Sequence[Any]) -> None:
+        with suppress(OSError):  # the process has ended: its reply is missing
+            self._pipe.send_bytes(json.dumps(message).encode())
+
+
+def _received(pipe: Connection, limit_s: float, what: str) -> dict[str, Any]:
+    try:
+        if not pipe.poll(limit_s):
+            raise CallError(f"{what} took longer than {limit_s:g} s", lost=True)
+        said: dict[str, Any] = json.loads(pipe.recv_bytes(LONGEST_REPLY))
+    except (EOFError, OSError):
+        raise CallError(f"{what} ended its process", lost=True) from None
+    except ValueError:  # the user's code has written into the pipe
+        raise CallError(f"{what} sent no JSON", lost=True) from None
+    return said
+
+
+def serve() -> None:
+    """The program of the server."""
+    _dies_with_parent()
+    for number in signal.SIGTERM, signal.SIGINT:  # of a scheduler: the rank decides when it ends
+        signal.signal(number, lambda *_: None)
+    pipe, children = Connection(int(sys.argv[1])), set[int]()
+    sys.path, tools, environment, arguments = json.loads(pipe.recv_bytes())
+    try:
+        functions = {name: loaded(place, file, name) for place, file, name in tools}
+        make = environment and loaded(*environment)
+        said: dict[str, Any] = {"ok": _schemas(functions, [place for place, *_ in tools])}
+    except StageError as error:
+        said = {"error": error.message}
+    pipe.send_bytes(json.dumps(said).encode())
+    with suppress(EOFError):  # the rank has ended
+        while True:
+            ended = json.loads(pipe.recv_bytes())
+            if ended is None:
+                descriptor = reduction.recv_handle(pipe)
+                if (child := os.fork()) == 0:
+                    os.setsid()
+                    _dies_with_parent()
+                    pipe.close()
+                    _play(Connection(descriptor), functions, make, arguments)
+                    os._exit(0)
+                os.close(descriptor)
+                children.add(child)
+                pipe.send_bytes(json.dumps(child).encode())
+            elif ended in children:
+                children.discard(ended)
+                for kill in os.killpg, os.kill:  # before it is a session, it has no group
+                    with suppress(ProcessLookupError):
+                        kill(ended, signal.SIGKILL)
+                os.waitpid(ended, 0)
+
+
+def _dies_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG
+
+
+def _schemas(functions: Mapping[str, Callable[..., Any]], places: Sequence[str]) -> list[Any]:
+    """In a fork, for transformers needs a second and hundreds of megabytes."""
+    if not functions:
+        return []
+    ours, theirs = Pipe()
+    if os.fork() == 0:
+        from transformers.utils import get_json_schema
+
+        said: dict[str, Any] = {"ok": []}
+        for place, function in zip(places, functions.values(), strict=True):
+            try:
+                said["ok"].append(get_json_schema(function))
+            except Exception as error:
+                said = {
+                    "error": f"{place}: found {error}, expected type hints, and a docstring with "
+                    "the lines `Args:` and `NAME: what it is` for each argument. Fix: add them"
+                }
+                break
+        theirs.send_bytes(json.dumps(said).encode())
+        os._exit(0)
+    theirs.close()
+    said = _received(ours, LOAD_S, "the import of transformers")
+    os.wait()
+    if "error" in said:
+        raise StageError(said["error"])
+    found: list[Any] = said["ok"]
+    return found
+
+
+def _play(
+    pipe: Connection,
+    functions: Mapping[str, Callable[..., Any]],
+    make: Callable[..., Any] | None,
+    arguments: Mapping[str, Any],
+) -> None:
+    """The program of an episode: answer each message, until the rank closes the pipe."""
+    environment, own = None, os.getpid()
+    _, seed = json.loads(pipe.recv_bytes())
+    random.seed(str(seed))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(random.getrandbits(32))
+    with suppress(EOFError):
+        while True:
+            kind, *given = json.loads(pipe.recv_bytes())
+            value: Any
+            try:
+                if kind == "reset":
+                    assert make is not None, "the rank knows whether there is an environment"
+                    offered = {"seed": random.getrandbits(63), "environment_arguments": arguments}
+                    named = inspect.signature(make).parameters
+                    environment = make(**{k: v for k, v in offered.items() if k in named})
+                    value = _messages(_value(environment.reset(*given)))
+                elif kind == "step":
+                    assert environment is not None, "a reset comes first"
+                    messages, reward, done = _value(environment.step(*given))
+                    value = [_messages(messages), float(reward), bool(done)]
+                else:
+                    name, named_arguments = given
+                    value = _text(_value(functions[name](**named_arguments)))
+                said = json.dumps({"ok": value})
+            except BaseException as error:  # of the user's code, SystemExit included
+                said = json.dumps({"error": _text(f"{type(error).__name__}: {error}")})
+            if os.getpid() != own:  # a fork that the call has left behind
+                os._exit(0)
+            pipe.send_bytes(said.encode())
+
+
+def _value(found: Any) -> Any:
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
+
+
+def _text(found: Any) -> str:
+    text = found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+    return text[:LONGEST_TEXT]
+
+
+def _messages(found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    return [{"role": str(one["role"]), "content": _text(one["content"])} for one in found]
