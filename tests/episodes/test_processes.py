@@ -13,9 +13,9 @@ TOOLS = str(Path(__file__).with_name("own_tools.py"))
 
 
 def server(*names, environment=None, arguments=None, timeout_s=20.0):
-    tools = [(f"grpo.tools.{index}", TOOLS, name) for index, name in enumerate(names)]
-    own = environment and ("grpo.environment", TOOLS, environment)
-    return Server(tools, own, arguments or {}, timeout_s)
+    code = {f"tools.{index}": f"{TOOLS}:{name}" for index, name in enumerate(names)}
+    code |= {} if environment is None else {"environment": f"{TOOLS}:{environment}"}
+    return Server("grpo", code, arguments or {}, timeout_s)
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,42 @@ def reward(prompts, responses):
 """Pauses from the second step on while a file exists. With two rounds a step, the first has equal
 scores, so that the second one replaces all prompts."""
 
+PAUSING_WORLD = """
+import time
+from pathlib import Path
+
+class World:
+    def __init__(self, seed):
+        self.turns = 2 + seed % 2
+
+    def reset(self, task):
+        return [{{"role": "user", "content": "go"}}]
+
+    def step(self, answer):
+        while {pause}.exists() and any({folder}.glob("*/ppo/*/checkpoints/step-00000001")):
+            Path({inside!r}).touch()
+            time.sleep(0.01)
+        self.turns -= 1
+        return [{{"role": "user", "content": "on"}}], len(answer) % 3, self.turns == 0
+"""
+"""Pauses in an episode of the second step."""
+
+ENDS = """
+from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
+
+class Ends(TransformersGenerator):
+    def __init__(self, policy, contract):
+        super().__init__(policy, contract)
+        self.eos_id = contract.eos_id
+
+    def generate(self, *given):
+        rollout = super().generate(*given)
+        last = rollout.sequences.real_mask.sum(1, keepdim=True) - 1
+        rollout.sequences.response_ids.scatter_(1, last, self.eos_id)
+        return rollout
+"""
+"""Ends each turn, for the random model hardly does so."""
+
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SFT = MODEL | {"epochs": 2, "batch_size": 4, "micro_batch_tokens": 32, "evaluations": 2}
 PPO = {
@@ -210,6 +246,32 @@ def test_resumed_ppo_equals_uninterrupted_ppo_after_its_driver_was_killed(ppo):
     assert ppo.finish("interrupted") == directory
     assert resumed_from(directory) == 1
     require_equal(directory, ppo.finish("uninterrupted"))
+
+
+@pytest.mark.slow
+def test_ppo_resumes_from_the_midst_of_an_episode(ppo_inputs, tmp_path):
+    world, inside, pause = (tmp_path / name for name in ("world.py", "inside", "pause"))
+    places = {"pause": f"Path({str(pause)!r})", "folder": f"Path({str(tmp_path)!r})"}
+    world.write_text(PAUSING_WORLD.format(**places, inside=str(inside)))
+    (tmp_path / "ends.py").write_text(ENDS)
+    config = PPO | {
+        "environment": f"{world}:World", "generator": "ends:Ends", "max_turn_tokens": 5,
+        "max_prompt_tokens": 40, "sampling": {"max_response_tokens": 60}, "max_turns": 4,
+        "rewards": [{"environment": "reward"}], "maximum_logprob_gap": None,
+        "sampler_correction": None,
+    }  # fmt: skip
+    training = Training("ppo", config, ppo_inputs | {"code.environment": world}, tmp_path)
+
+    def kill_within(driver, group, pause):
+        wait_until(inside.exists)
+        os.killpg(group, signal.SIGKILL)
+
+    directory = training.interrupt("interrupted", 1, kill_within)
+    assert training.finish("interrupted") == directory
+    assert resumed_from(directory) == 1
+    require_equal(directory, training.finish("uninterrupted"))
+    turns = [line["rollout/turns"] for line in logged(directory)]
+    assert all(2 <= found <= 3 for found in turns) and len({*turns}) > 1
 
 
 @pytest.mark.long

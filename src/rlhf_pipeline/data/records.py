@@ -4,6 +4,7 @@ import hashlib
 import json
 import unicodedata
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -80,6 +81,11 @@ class Unused:
 
 
 Record = Example | Text
+
+
+def dialogue(messages: Iterable[Mapping[str, str]]) -> str:
+    """Messages as one text."""
+    return "\n\n".join(f"{m['role'].title()}: {m['content']}" for m in messages)
 
 
 def normalized_prompt(prompt: tuple[Message, ...]) -> str:

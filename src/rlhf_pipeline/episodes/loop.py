@@ -56,15 +56,12 @@ class Episodes:
         self, config: EpisodesConfig, reader: Reader, job: LaunchedJob, world: World, place: str
     ) -> None:
         self._config, self._reader, self._world, self._place = config, reader, world, place
-        code = {}
-        for name, given in config.code().items():
+        code = config.code()
+        for name, given in code.items():
             file, (location, _, own) = job.inputs[CODE_PREFIX + name], given.rpartition(":")
             job.expect_unchanged(CODE_PREFIX + name, file)
-            location = str(file) if location.endswith(".py") else location
-            code[name] = f"{place}.{name}", location, own
-        environment = code.pop("environment", None)
-        given_too = config.environment_arguments, config.timeout_s
-        self._server = Server([*code.values()], environment, *given_too)
+            code[name] = f"{file}:{own}" if location.endswith(".py") else given
+        self._server = Server(place, code, config.environment_arguments, config.timeout_s)
 
     def play(
         self,

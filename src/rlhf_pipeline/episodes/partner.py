@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlhf_pipeline.config.episodes import EpisodesConfig
-from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.records import Conversation, dialogue
 from rlhf_pipeline.data.template import role_marks
 from rlhf_pipeline.data.token_contract import Reader, control_tokens
 from rlhf_pipeline.data.tokenization import any_of, encode, without
@@ -49,8 +49,15 @@ class Episode:
         said = (one["content"] for one in reversed(self.messages) if one["role"] == "assistant")
         return next(said, "")
 
+    @property
+    def text(self) -> str:
+        """All turns, those after the first with their roles."""
+        first, *others = self.messages
+        return "\n\n".join([first["content"], dialogue(others)]) if others else first["content"]
+
     def record(self) -> dict[str, Any]:
-        return asdict(self) | {"turns": self.turns}
+        """The fields as JSON types, for rewards and files."""
+        return asdict(self) | {"turns": self.turns, "answer": self.answer}
 
 
 class Cleaner:

@@ -45,15 +45,16 @@ class Server:
     """Forks the processes of the episodes; one for each rank.
 
     Args:
-        tools: the place of each tool in the parameters, its file or module, and its name.
-        environment: the same of the environment's class; None without one.
+        place: the parameters, such as `grpo`, for messages.
+        code: `FILE.py:NAME` or `MODULE:NAME` of tools and environment by parameter, as
+            `EpisodesConfig.code` has them.
         arguments: `environment_arguments`.
     """
 
     def __init__(
         self,
-        tools: Sequence[tuple[str, str, str]],
-        environment: tuple[str, str, str] | None,
+        place: str,
+        code: Mapping[str, str],
         arguments: Mapping[str, Any],
         timeout_s: float,
     ) -> None:
@@ -63,7 +64,10 @@ class Server:
             command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
             how: Any = {"pass_fds": [theirs.fileno()], "start_new_session": True}
             self._process = Popen(command, stdin=DEVNULL, **how)
-        self._pipe.send_bytes(json.dumps([sys.path, tools, environment, arguments]).encode())
+        tools = {name: [f"{place}.{name}", *one.rsplit(":", 1)] for name, one in code.items()}
+        environment = tools.pop("environment", None)
+        own = [*tools.values()], environment, arguments
+        self._pipe.send_bytes(json.dumps([sys.path, *own]).encode())
         self._schemas: list[dict[str, Any]] | None = None
         self.stop = weakref.finalize(self, _stop, self._process)
 

@@ -17,6 +17,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig, own_models
 from rlhf_pipeline.config.rewards import GOLD
 from rlhf_pipeline.config.sample import SampleConfig
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
+from rlhf_pipeline.data.records import dialogue
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
@@ -36,7 +37,6 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
 from rlhf_pipeline.scoring.answers import Answered, Source
-from rlhf_pipeline.scoring.chat_model import dialogue
 from rlhf_pipeline.scoring.reward_sources import ModelSource, Reading
 from rlhf_pipeline.scoring.true_answers import accuracy
 from rlhf_pipeline.verdict.answers import Answer
@@ -256,7 +256,7 @@ def _judged(
 
     said = text.responses
     if scored.episodes is not None:  # judges of pairs, and readers, see all turns
-        said = [dialogue(one.messages) for one in scored.episodes]
+        said = [one.text for one in scored.episodes]
 
     def known(value: Tensor) -> float | None:  # NaN: the baseline has other tokens
         return None if value.isnan() else float(value)

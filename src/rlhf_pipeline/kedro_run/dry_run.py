@@ -18,11 +18,13 @@ from typing import Any
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors, source_file
+from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, reads_references
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import BlendedSourceConfig, SourceConfig
 from rlhf_pipeline.config.stages import prompt_policies
+from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.registry import FirstRows, carried, first_rows
 from rlhf_pipeline.errors import ConfigError, StageError, about
 from rlhf_pipeline.kedro_run.faults import own_bases, refuse
@@ -77,6 +79,12 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
         *scorer_faults(rewards, for_ppo, rated, blocks, workspace),
         *model_faults(blocks, nodes, workspace),
     ]
+    playing = {policy.sampler: policy.episodes for policy in policies if policy.stage in nodes}
+    playing |= {"evaluate": evaluate.episodes} if is_judged else {}
+    tasks = [row for _, first in for_ppo for row in first.values()]
+    for place, episodes in playing.items():
+        if episodes.has_turns:
+            faults += episode_faults(place, episodes, tasks, workspace)
     if is_judged:
         judges = {f"evaluate.judges.{index}": one for index, one in enumerate(evaluate.judges)}
         faults += scorer_faults(judges, rows, every, blocks, workspace)
@@ -148,6 +156,24 @@ def scorer_faults(
                 sandbox.check(scorer.timeout_s, scorer.memory_mib)
             except StageError as error:
                 yield f"{place}: {error.message}"
+
+
+def episode_faults(
+    place: str, episodes: EpisodesConfig, tasks: Sequence[Example], workspace: Path
+) -> Iterator[str]:
+    """Tools and an environment that cannot be imported or described, or do not begin."""
+    task = None
+    if tasks:
+        first = tasks[0]
+        task = {"messages": first.messages(), "reference": first.reference}
+        task |= json.loads(first.extra or "{}")
+    arguments = {
+        "place": place, "code": episodes.code(), "task": task,
+        "arguments": episodes.environment_arguments,
+    }  # fmt: skip
+    files = [source_file(code) for code in episodes.code().values()]
+    what = ", ".join(f"{place}.{name}" for name in episodes.code())
+    yield from _tried(what, ("try_episodes", arguments), files, workspace)
 
 
 def code_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:

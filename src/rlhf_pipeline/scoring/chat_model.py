@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 from rlhf_pipeline.config.rewards import ChatConfig, RubricReward, reads_references
+from rlhf_pipeline.data.records import dialogue
 from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
@@ -49,11 +50,6 @@ _SCORE = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
 def reply_folder(job: LaunchedJob) -> Path:
     """The folder of the workspace with all replies, which resumed steps and later stages reuse."""
     return job.directory.parents[1] / JUDGE_REPLIES
-
-
-def dialogue(messages: Iterable[Mapping[str, str]]) -> str:
-    """A prompt as one text."""
-    return "\n\n".join(f"{m['role'].title()}: {m['content']}" for m in messages)
 
 
 def filled(template: str, **fields: str) -> str:

@@ -24,6 +24,9 @@ from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.scoring.function_workers import Call, ResultError, loaded, scores
 
+LIMIT_S = 60.0
+"""Longest beginning of an episode, in seconds."""
+
 
 def try_function(
     place: str,
@@ -76,6 +79,24 @@ def _is_certain(error: BaseException | None) -> bool:
         case TypeError():
             return re.search(r"\(\) (missing|takes|got) ", str(error)) is not None
     return isinstance(error, ResultError)
+
+
+def try_episodes(
+    place: str, code: Mapping[str, str], arguments: Mapping[str, Any], task: Any
+) -> Iterator[tuple[str, bool]]:
+    """Import tools and environment by their parameters, describe the tools to a model, and begin
+    an episode of the environment with the first task; None: there is no task."""
+    from rlhf_pipeline.episodes.processes import CallError, Server
+
+    try:
+        server = Server(place, code, arguments, LIMIT_S)
+        server.schemas()
+        if "environment" in code and task is not None:
+            server.episode((0,)).ask("reset", task)
+    except PipelineError as error:
+        yield error.message, True
+    except CallError as error:
+        yield f"{place}.environment: reset failed: {error}. Fix: correct it", False
 
 
 def try_doors(doors: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, bool]]:

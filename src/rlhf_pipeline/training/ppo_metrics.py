@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.records import dialogue
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.generation.records import Scored, response_texts
 from rlhf_pipeline.rl.masking import masked_sum
@@ -112,14 +113,15 @@ def sampled_answers(
 ) -> list[dict[str, Any]]:
     """The answers to the first `count` prompts of all ranks, in order, as JSON types; the scores
     are named like the metrics."""
-    from rlhf_pipeline.scoring.chat_model import dialogue
-
     world, tokenizer = setup.world, setup.models.tokenizer
-    said = response_texts(scored, tokenizer)
+    said, asked = response_texts(scored, tokenizer), rows["messages"]
+    if scored.episodes is not None:
+        said = [episode.text for episode in scored.episodes]
+        asked = [episode.prompt for episode in scored.episodes]
     values = {"score": scored.scores} if setup.config.rewards else {}
     values |= {f"reward/{name}": part for name, part in scored.parts.items()} | {"kl": scored.kl}
     own = [
-        {"prompt": dialogue(rows["messages"][place]), "answer": said[place].strip()}
+        {"prompt": dialogue(asked[place]), "answer": said[place].strip()}
         | {name: round(float(value[place]), 4) for name, value in values.items()}
         for place in range(len(range(world.rank, count, world.size)))
     ]

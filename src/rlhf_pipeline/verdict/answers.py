@@ -41,6 +41,11 @@ class Answer:
     episode: dict[str, Any] | None = None
     """The record of its turns, `episodes.partner.Episode`; `response` is their text."""
 
+    @property
+    def final(self) -> str:
+        """The last turn of the policy."""
+        return self.episode["answer"] if self.episode else self.response
+
     def scored(self, judge: str, score: float) -> Self:
         """The answer with a further score."""
         return replace(self, scores=self.scores | {judge: score})

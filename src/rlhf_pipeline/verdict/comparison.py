@@ -50,6 +50,7 @@ EVALUATION = "evaluation.json"  # file of an evaluation with its numbers
 FURTHER = "_again"  # after the name of the baseline, its draws beyond `answers_per_prompt`
 OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
 MAJORITY = "majority_at_"  # before k in the name of the accuracy of the most frequent answer
+OF_EPISODES = "turns", "calls", "malformed", "failed"  # fields of the record of an episode
 State = Literal["independent", "unknown", "optimized"]
 ENDS = ("rate", "lower", "upper")  # fields of a rate: itself, and the ends of its interval
 
@@ -243,6 +244,9 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
             "eos_fraction": float(np.mean([a.ended for a in answers])),
             "truncated_fraction": float(np.mean([not a.ended for a in answers])),
         }
+    if all(a.episode is not None for a in answers):
+        played = [a.episode or {} for a in answers]
+        metrics |= {name: float(np.mean([one[name] for one in played])) for name in OF_EPISODES}
     return metrics | {
         "refusal_fraction": float(np.mean([refuses(text) for text in texts])),
         "distinct_1": distinct_n(texts, 1),
@@ -272,7 +276,7 @@ def accuracies(answers: list[Answer]) -> dict[str, list[list[float]]]:
         f"{kind}_accuracy": by_prompt(answers, lambda a, place=place: a.right[place])  # type: ignore[misc]
         for place, kind in enumerate(("strict", "lenient"))
     }
-    given = by_prompt(answers, lambda a: final_answer(a.response).casefold())
+    given = by_prompt(answers, lambda a: final_answer(a.final).casefold())
     if (k := len(given[0])) > 1:
         most = [texts.index(Counter(texts).most_common(1)[0][0]) for texts in given]
         right = zip(found["strict_accuracy"], most, strict=True)
