@@ -88,9 +88,10 @@ def test_a_call_that_cannot_be_answered_is_a_message_and_a_count(make, text, rep
 
 
 def test_too_many_failures_end_the_stage(make):
-    own = make(tools=ALL, max_failures=0.5)
+    own = make(tools=ALL, max_failed_calls=0.5)
     with pytest.raises(
-        StageError, match=r"grpo\.max_failures: found 8 of 8 calls that failed.*ended its process"
+        StageError,
+        match=r"grpo\.max_failed_calls: found 8 of 8 calls that failed.*ended its process",
     ):
         play(own, [[call("leave", code=1), " Oh."]] * 8, count=8)
 

@@ -384,6 +384,43 @@ def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path
     assert written == pytest.approx(expected, abs=1e-4)
 
 
+WORLD = """
+class World:
+    def __init__(self, seed):
+        self.hidden, self.turns = seed % 100, 2
+
+    def reset(self, task):
+        return [{"role": "user", "content": f"find {self.hidden}"}]
+
+    def step(self, answer):
+        self.turns -= 1
+        return [{"role": "user", "content": "no"}], float("a" in answer), self.turns == 0
+"""
+
+
+def test_policies_play_the_same_episodes_and_whole_episodes_are_judged(inputs, world, tmp_path):
+    file = tmp_path / "world.py"
+    file.write_text(WORLD)
+    metrics, answers = run(
+        inputs | {"code.environment": file}, tmp_path / "run", environment=f"{file}:World",
+        generator="ends:Ends", judges=[{"environment": "reward"}, {"regex": "User: no"}],
+        max_turn_tokens=6, max_prompt_tokens=40, sampling={"max_response_tokens": 60},
+    )  # fmt: skip
+    ours, theirs = (answers_of(answers, name) for name in ("ppo", "sft"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["prompt"] == other["prompt"] and mine["prompt"].startswith("User: find ")
+        episode = mine["episode"]
+        roles = [turn["role"] for turn in episode["messages"]]
+        assert roles == ["assistant", "user", "assistant"] and episode["turns"] == 2
+        first, _, last = (turn["content"] for turn in episode["messages"])
+        assert mine["response"] == f"{first}\n\nUser: no\n\nAssistant: {last}"
+        assert mine["environment_score"] == episode["reward"] == ("a" in first) + ("a" in last)
+        assert mine["regex_score"] == 0.0  # a function gets the last turn
+        assert mine["ended"] and mine["response_tokens"] <= 12
+    assert len({answer["prompt"] for answer in ours}) > 1
+    assert metrics["ppo/turns"] == 2 and metrics["ppo/calls"] == 2
+
+
 def trained_with(folder, target, **stages):
     """A copy of a model whose training had engines at ZeRO stages."""
     shutil.copytree(folder, target)

@@ -16,6 +16,7 @@ from rlhf_pipeline.evaluation import sample
 from rlhf_pipeline.evaluation.sample import choose, knock_out
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+from rlhf_pipeline.training.preferences import pairs
 
 WHOLE = [True, True, True]
 
@@ -68,6 +69,46 @@ def run(inputs, folder, number=1, **changes):
     lines = [json.loads(line) for line in (folder / "export" / "samples.jsonl").open()]
     with pa.ipc.open_stream(folder / "export" / "train.arrow") as stream:
         return lines, stream.read_all().to_pylist()
+
+
+WORLD = """
+class World:
+    def __init__(self, seed):
+        self.first, self.turns = seed % 2, 2
+
+    def reset(self, task):
+        return [{"role": "user", "content": task["reference"] * (1 + self.first)}]
+
+    def step(self, answer):
+        self.turns -= 1
+        return [{"role": "user", "content": "on"}], float(len(answer)), self.turns == 0
+"""
+
+
+def test_rows_of_episodes_learn_the_tokens_of_the_policy_alone(inputs, world, tmp_path):
+    """And no comparison has two prompts, although the environment draws them."""
+    file = tmp_path / "world.py"
+    file.write_text(WORLD)
+    lines, rows = run(
+        inputs | {"code.environment": file}, tmp_path / "w" / "s" / "f", n=4,
+        environment=f"{file}:World", rewards=[{"environment": "reward"}], generator="ends:Ends",
+        max_turn_tokens=4, max_prompt_tokens=40, sampling={"max_response_tokens": 60},
+    )  # fmt: skip
+    tokenizer = load_tokenizer(inputs["policy"])
+    chosen = [line["id"] for line in lines if line["chosen"] and line["part"] == "train"]
+    assert rows and [row["id"] for row in rows] == chosen
+    for row in rows:
+        prompt = tokenizer.decode(row["prompt_ids"])
+        assert prompt in ("\n\nHuman: x\n\nAssistant:", "\n\nHuman: xx\n\nAssistant:")
+        for answer in "chosen", "rejected":
+            ids, mask = row[f"{answer}_ids"], row[f"{answer}_mask"]
+            given = [token for token, own in zip(ids, mask, strict=True) if not own]
+            assert tokenizer.decode(given) == "\n\nHuman: on\n\nAssistant:"
+            assert tokenizer.decode(ids).count("<|end|>") == 2
+    batch = pairs({name: [row[name] for row in rows] for name in rows[0]}, 0).answers
+    masks = [row[f"{answer}_mask"] for row in rows for answer in ("chosen", "rejected")]
+    assert batch.action_mask.sum(1).tolist() == [sum(mask) for mask in masks]
+    assert (batch.real_mask.sum(1) > batch.action_mask.sum(1)).all()
 
 
 @pytest.fixture

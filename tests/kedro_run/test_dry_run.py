@@ -2,12 +2,14 @@
 
 import logging
 import os
+import re
 import time
 
 import psutil
 import pytest
 from ppo_runs import ppo_config
 
+from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, ReferenceReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
@@ -16,7 +18,13 @@ from rlhf_pipeline.data.sources.registry import FirstRows
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.kedro_run import dry_run
 from rlhf_pipeline.kedro_run.checks import check_values
-from rlhf_pipeline.kedro_run.dry_run import careful_faults, model_faults, scorer_faults, task_faults
+from rlhf_pipeline.kedro_run.dry_run import (
+    careful_faults,
+    episode_faults,
+    model_faults,
+    scorer_faults,
+    task_faults,
+)
 
 SOURCE = BlendedSourceConfig(name="files", path="a.jsonl")
 
@@ -61,6 +69,37 @@ def test_a_function_without_a_fault_is_called_again_only_after_a_change(faults, 
     assert faults("return [2.0] * 3", [first(row(reference="5"))]) == ([], 3)
     for known in (tmp_path / "work" / ".dry_runs").iterdir():
         assert known.read_bytes() == b"", "it contains no prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "changes", "message"),
+    [
+        ("def f(a: int) -> int: 'Add.'; return a", {"tools": ["f"]},
+         "grpo.tools.0: found .*expected type hints, and a docstring .*Fix: add them"),
+        ("def g(): pass", {"tools": ["f"]}, r"grpo\.tools\.0: found functions g .*expected f"),
+        ("import nowhere", {"environment": "f"}, "grpo.environment cannot be imported: ModuleNotF"),
+        ("class f:\n def reset(self, task): return task['messages']", {"environment": "f"}, None),
+    ],
+)  # fmt: skip
+def test_tools_and_environments_are_tried_before_a_run(tmp_path, body, changes, message):
+    file = tmp_path / "my.py"
+    file.write_text(body)
+    named = {
+        name: [f"{file}:{one}" for one in given] if name == "tools" else f"{file}:{given}"
+        for name, given in changes.items()
+    }
+    found = [*episode_faults("grpo", EpisodesConfig(**named), [row()], tmp_path / "work")]
+    assert len(found) == (message is not None)
+    if message is not None:
+        assert re.search(message, found[0], re.DOTALL)
+
+
+def test_an_environment_that_does_not_begin_is_a_warning(tmp_path, caplog):
+    file = tmp_path / "my.py"
+    file.write_text("class f:\n    def reset(self, task): raise ValueError(task['reference'])")
+    config = EpisodesConfig(environment=f"{file}:f")
+    assert [*episode_faults("grpo", config, [row(reference="x")], tmp_path / "work")] == []
+    assert "grpo.environment: reset failed: ValueError: x" in caplog.text
 
 
 def test_a_function_is_not_called_on_made_up_data(faults):

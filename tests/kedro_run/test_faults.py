@@ -34,6 +34,15 @@ FAULTS = [
      "split.sources.0.path: found null, expected a file for 'files'"),
     ("split.held_back", 0.5, "split.held_back: found 0.5, expected none, for a run sets it. Fix: "
      "set evaluate.judge_model.held_back"),
+    ("ppo.tools", ["nowhere.py:search"], "ppo.tools.0: nowhere.py:search: found no file"),
+    ("ppo.tools", ["search"], "ppo.tools: found 'search', expected FILE.py:FUNCTION or MODULE:FUN"),
+    ("ppo.tools", ["a.py:f", "b.py:f"], "ppo.tools: found two functions 'f'. Fix: rename one of"),
+    ("ppo.environment", "chess", "ppo.environment: found environment 'chess', expected verifiers"),
+    ("ppo.rewards", [{"environment": "reward"}],
+     "ppo.environment: found null, expected one, whose reward is asked for. Fix: set it"),
+    ("evaluate", {"tools": [f"{__file__}:f"]},
+     "evaluate.max_prompt_tokens: found 1024, expected at most 128: the model's 256 positions "
+     "(max_position_embeddings) less sampling.max_response_tokens 64 and one more turn of 64"),
     ("seed", -1, "seed: found -1, expected a whole number >= 0"),
     ("policy_seed", 1.5, "policy_seed: found 1.5, expected a whole number >= 0"),
     ("split.sources", [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],

@@ -84,22 +84,6 @@ class World:
 """
 """Pauses in an episode of the second step."""
 
-ENDS = """
-from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
-
-class Ends(TransformersGenerator):
-    def __init__(self, policy, contract):
-        super().__init__(policy, contract)
-        self.eos_id = contract.eos_id
-
-    def generate(self, *given):
-        rollout = super().generate(*given)
-        last = rollout.sequences.real_mask.sum(1, keepdim=True) - 1
-        rollout.sequences.response_ids.scatter_(1, last, self.eos_id)
-        return rollout
-"""
-"""Ends each turn, for the random model hardly does so."""
-
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SFT = MODEL | {"epochs": 2, "batch_size": 4, "micro_batch_tokens": 32, "evaluations": 2}
 PPO = {
@@ -253,7 +237,7 @@ def test_ppo_resumes_from_the_midst_of_an_episode(ppo_inputs, tmp_path):
     world, inside, pause = (tmp_path / name for name in ("world.py", "inside", "pause"))
     places = {"pause": f"Path({str(pause)!r})", "folder": f"Path({str(tmp_path)!r})"}
     world.write_text(PAUSING_WORLD.format(**places, inside=str(inside)))
-    (tmp_path / "ends.py").write_text(ENDS)
+    shutil.copy(Path(__file__).parents[1] / "ends.py", tmp_path)
     config = PPO | {
         "environment": f"{world}:World", "generator": "ends:Ends", "max_turn_tokens": 5,
         "max_prompt_tokens": 40, "sampling": {"max_response_tokens": 60}, "max_turns": 4,

@@ -26,7 +26,7 @@ class EpisodesConfig(Block):
     environment: str | None = None
     """What answers the policy: `FILE.py:CLASS`, `PACKAGE.MODULE:CLASS`, or the name of an installed
     one, such as verifiers and openenv. None: a turn without a call is the last one."""
-    environment_arguments: dict[str, Any] = Field(default_factory=dict)
+    environment_arguments: dict[str, Any] = Field(default={})
     """What an environment gets if it has a parameter of this name."""
     max_turns: PositiveInt = 8
     """Most turns of the policy. An episode that goes on then counts as cut."""
@@ -35,11 +35,11 @@ class EpisodesConfig(Block):
     limit of all turns and replies together."""
     max_prompt_tokens: PositiveInt = 1024
     """Most tokens of the prompt of an episode, with the descriptions of the tools."""
-    timeout_s: PositiveFloat = operational(30.0)
+    tool_timeout_s: PositiveFloat = operational(30.0)
     """Longest call of a tool, or step of an environment, in seconds."""
-    processes: PositiveInt = operational(16)
+    tool_processes: PositiveInt = operational(16)
     """Calls that each rank waits for at the same time."""
-    max_failures: float = Field(default=0.9, ge=0, le=1)
+    max_failed_calls: float = Field(default=0.9, ge=0, le=1)
     """Share of a rollout's calls from which failures end the stage: exceptions, calls over the time
     limit, and processes that ended. A malformed call, or one of an unknown tool, is the policy's
     own fault: it is counted apart, and ends nothing."""

@@ -61,7 +61,7 @@ class Episodes:
             file, (location, _, own) = job.inputs[CODE_PREFIX + name], given.rpartition(":")
             job.expect_unchanged(CODE_PREFIX + name, file)
             code[name] = f"{file}:{own}" if location.endswith(".py") else given
-        self._server = Server(place, code, config.environment_arguments, config.timeout_s)
+        self._server = Server(place, code, config.environment_arguments, config.tool_timeout_s)
 
     def play(
         self,
@@ -81,7 +81,7 @@ class Episodes:
         numbers = range(len(seeds))
         tasks = [{name: column[i] for name, column in columns.items()} for i in numbers]
         begin = partial(Partner, self._server, config, self._reader, clean)
-        with ThreadPoolExecutor(config.processes) as pool:
+        with ThreadPoolExecutor(config.tool_processes) as pool:
 
             def each(work: Callable[..., Any], *given: Sequence[Any]) -> list[Any]:
                 done = []
@@ -182,11 +182,11 @@ class Episodes:
         episodes = [partner.episode for partner in partners]
         own = {name: sum(getattr(one, name) for one in episodes) for name in ("calls", "failed")}
         total = self._world.sums({name: torch.tensor(float(n)) for name, n in own.items()})
-        calls, failed, bound = total["calls"], total["failed"], self._config.max_failures
+        calls, failed, bound = total["calls"], total["failed"], self._config.max_failed_calls
         if calls >= FEWEST_CALLS and failed > bound * calls:
             fault = next((one.fault for one in episodes if one.fault), "on another rank")
             raise StageError(
-                f"{self._place}.max_failures: found {failed:g} of {calls:g} calls that failed, "
+                f"{self._place}.max_failed_calls: found {failed:g} of {calls:g} calls that failed, "
                 f"expected at most a share of {bound:g}; such as {fault}. Fix: correct tools or "
                 "environment, or raise it"
             )

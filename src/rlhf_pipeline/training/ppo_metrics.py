@@ -97,8 +97,10 @@ def quality_metrics(rows: dict[str, list[Any]], scored: Scored, setup: Setup) ->
 
     said = response_texts(scored, setup.models.tokenizer)
     right = [each or (None, None) for each in map(accuracy, rows["reference"], said)]
+    of_split = setup.config.environment is None  # it knows the quality of its own prompts alone
+    sources = rows["source"] if of_split else [None] * len(said)
     columns = {
-        "gold_score": list(map(gold_score, rows["source"], rows["messages"], said)),
+        "gold_score": list(map(gold_score, sources, rows["messages"], said)),
         "accuracy": [strict for strict, _ in right],
         "accuracy_lenient": [lenient for _, lenient in right],
     }

@@ -261,7 +261,7 @@ def gold_means(answers: list[Answer]) -> dict[str, float]:
 
     found: dict[str, list[float]] = {}
     for a in answers:
-        for part, value in gold_parts(a.source, a.messages or [], a.response).items():
+        for part, value in gold_parts(a.source, a.messages or [], a.final).items():
             found.setdefault(f"gold_{part}", []).append(value)
     return {part: float(np.mean(values)) for part, values in found.items()}
 

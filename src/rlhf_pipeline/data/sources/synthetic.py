@@ -178,9 +178,9 @@ GOLD_SCORES: dict[str, Callable[[Conversation, str], float]] = {
 is better); it raises ValueError for a prompt of another source."""
 
 
-def gold_score(source: str, prompt: Conversation, response: str) -> float | None:
+def gold_score(source: str | None, prompt: Conversation, response: str) -> float | None:
     """The gold score of a response without surrounding white space; None if `source` has none."""
-    score = GOLD_SCORES.get(source)
+    score = GOLD_SCORES.get(source or "")
     return None if score is None else score(prompt, response.strip())
 
 
