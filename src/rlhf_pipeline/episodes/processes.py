@@ -261,5 +261,7 @@ def _text(found: Any) -> str:
     return text[:LONGEST_TEXT]
 
 
-def _messages(found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    return [{"role": str(one["role"]), "content": _text(one["content"])} for one in found]
+def _messages(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    messages = [{"role": str(one["role"]), "content": _text(one["content"])} for one in found]
+    tools = found[0].get("tools") if found else None  # schemas, for the template
+    return [messages[0] | {"tools": tools}, *messages[1:]] if tools else messages
