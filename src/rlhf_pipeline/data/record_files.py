@@ -5,7 +5,7 @@ good or bad, and those whose prompts contain schemas or calls of tools, have fil
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,13 @@ def labelled(table: pa.Table) -> np.ndarray:
 def phase_bits(phases: Iterable[Phase]) -> int:
     """The phases as a bit mask."""
     return sum(1 << PHASES.index(phase) for phase in phases)
+
+
+def further_columns(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The further columns of rows of the prepared files, see `ColumnMap.extra`."""
+    extra = [json.loads(text or "{}") for text in rows.get("extra", ())]
+    names = dict.fromkeys(name for row in extra for name in row)
+    return {name: [row.get(name) for row in extra] for name in names}
 
 
 def example_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_pipeline.config.episodes import CODE_PREFIX, EpisodesConfig
 from rlhf_pipeline.config.training import SamplingConfig
+from rlhf_pipeline.data.record_files import further_columns
 from rlhf_pipeline.data.template import render_prompts, render_replies
 from rlhf_pipeline.data.token_contract import Reader
 from rlhf_pipeline.data.tokenization import encode
@@ -29,7 +30,6 @@ from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.answers import further
 
 CHECKED = 8
 """`repeat: check` plays one of so many episodes once more."""
@@ -77,7 +77,9 @@ class Episodes:
         """
         config, limit = self._config, self._config.max_turn_tokens or sampling.max_response_tokens
         clean = Cleaner(self._reader, limit)
-        columns = {"messages": rows["messages"], "reference": rows["reference"]} | further(rows)
+        columns = {"messages": rows["messages"], "reference": rows["reference"]} | further_columns(
+            rows
+        )
         numbers = range(len(seeds))
         tasks = [{name: column[i] for name, column in columns.items()} for i in numbers]
         begin = partial(Partner, self._server, config, self._reader, clean)

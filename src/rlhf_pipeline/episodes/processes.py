@@ -24,7 +24,7 @@ from threading import Lock
 from typing import Any
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.scoring.function_workers import loaded
+from rlhf_pipeline.runtime.user_code import loaded
 
 _PROGRAM = "from rlhf_pipeline.episodes.processes import serve; serve()"
 LOAD_S = 120.0

@@ -5,7 +5,6 @@ write a class like `CodeSource`, its block and its place in `Scorer` in `config/
 case in `load_source`.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +19,7 @@ from rlhf_pipeline.config.rewards import (
     RubricReward,
     Scorer,
 )
+from rlhf_pipeline.data.record_files import further_columns
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -48,7 +48,7 @@ class Answered:
         episodes: Sequence["Episode"] | None = None,
     ) -> Self:
         """The responses to rows of the prepared files, or the last turns of episodes."""
-        columns, prompts = further(rows), rows["messages"]
+        columns, prompts = further_columns(rows), rows["messages"]
         if episodes is not None:
             prompts = [episode.prompt for episode in episodes]
             columns["episode"] = [episode.record() for episode in episodes]
@@ -64,13 +64,6 @@ class Answered:
                 "answer, expected one for each. Fix: set split.without_reference to drop"
             )
         return known
-
-
-def further(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The further columns of rows of the prepared files, see `ColumnMap.extra`."""
-    extra = [json.loads(text or "{}") for text in rows.get("extra", ())]
-    names = dict.fromkeys(name for row in extra for name in row)
-    return {name: [row.get(name) for row in extra] for name in names}
 
 
 Source = Callable[["Scored", Answered], list[float]]

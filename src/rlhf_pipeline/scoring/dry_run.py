@@ -22,7 +22,8 @@ from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.rewards import check_signature
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.scoring.function_workers import Call, ResultError, loaded, scores
+from rlhf_pipeline.runtime.user_code import loaded
+from rlhf_pipeline.scoring.function_workers import Call, ResultError, scores
 
 LIMIT_S = 60.0
 """Longest beginning of an episode, in seconds."""

@@ -5,8 +5,6 @@ The processes import this module, so it imports no torch.
 
 import asyncio
 import ctypes
-import importlib
-import importlib.util
 import inspect
 import math
 import os
@@ -20,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import Queue
 from subprocess import DEVNULL, Popen
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.user_code import loaded
 
 _PROGRAM = "from rlhf_pipeline.scoring.function_workers import work; work()"
 LONGEST_TEXT = 2000  # characters of a fault
@@ -48,38 +45,6 @@ class Call(NamedTuple):
 
 class ResultError(StageError):
     """A function returned something else than one finite number for each response."""
-
-
-def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
-    """The function `name` in the file `*.py` or in the module; StageError, which names `place`, if
-    the import fails, or there is no such function."""
-    try:
-        module = _module(location)
-        function = getattr(module, name, None)
-    except Exception as error:
-        raise StageError(
-            f"{place} cannot be imported: {type(error).__name__}: {error}. "
-            "Fix: correct it; add the folders of its modules to PYTHONPATH, also the working folder"
-        ) from error
-    if not callable(function):
-        known = sorted(each for each, one in vars(module).items() if inspect.isroutine(one))
-        raise StageError(
-            f"{place}: found functions {', '.join(known) or 'none'} in {location}, "
-            f"expected {name}. Fix: correct the name"
-        )
-    return function
-
-
-def _module(location: str) -> ModuleType:
-    path = Path(location).expanduser()
-    if path.suffix != ".py":
-        return importlib.import_module(location)
-    spec = importlib.util.spec_from_file_location(f"ppo_rewards_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a check rejects files that are not .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
-    return module
 
 
 def scores(place: str, function: Callable[..., Any], call: Call) -> list[float]:

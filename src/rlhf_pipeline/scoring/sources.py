@@ -24,8 +24,9 @@ from rlhf_pipeline.config.rewards import CallableReward, CodeReward, check_signa
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime import heartbeat, sandbox
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.user_code import loaded
 from rlhf_pipeline.scoring.answers import Answered
-from rlhf_pipeline.scoring.function_workers import Call, Workers, loaded, scores
+from rlhf_pipeline.scoring.function_workers import Call, Workers, scores
 
 if TYPE_CHECKING:
     from rlhf_pipeline.generation.records import Scored
