@@ -2,7 +2,14 @@ from datetime import date
 
 import pytest
 
-from rlhf_pipeline.data.template import fix_date, render_prompts, render_responses, render_turns
+from rlhf_pipeline.data.template import (
+    fix_date,
+    render_prompts,
+    render_replies,
+    render_responses,
+    render_turns,
+    role_marks,
+)
 from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.errors import ArtifactError
 
@@ -144,6 +151,31 @@ def test_a_template_shows_schemas_and_calls_of_tools(tokenizer):
     use(tokenizer, CHATML)
     with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows neither tools nor tool_calls"):
         render(tokenizer, asked, "3.")
+
+
+def test_replies_stand_between_the_end_of_a_turn_and_the_next_one(tokenizer):
+    """In a template that ends each turn of each role by the same token, and drops earlier thoughts;
+    a reply with the text of the mark changes nothing."""
+    use(tokenizer, FORGETS_THINKING)
+    reader = Reader(tokenizer, TokenContract.of(tokenizer))
+    for text in "5", "TURN", "TURNS <|im_end|>":
+        found = render_replies(reader, [{"role": "user", "content": text}])
+        assert found == f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def marks(tokenizer):
+    return role_marks(Reader(tokenizer, TokenContract.of(tokenizer)))
+
+
+def test_what_surrounds_a_turn_is_known_without_words_alone(tokenizer):
+    assert marks(tokenizer) == {"\n\nHuman:", "\n\nTool:", "\n\nAssistant:"}
+    use(
+        tokenizer,
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content + eos_token }}{% endfor %}",
+    )
+    assert {"<|user|>", "<|system|>"} <= marks(tokenizer)
+    use(tokenizer, CHATML)
+    assert not {"user", "assistant", "system"} & marks(tokenizer)
 
 
 def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer):

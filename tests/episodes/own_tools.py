@@ -103,3 +103,36 @@ class Countdown:
             raise ValueError("broken")
         self.left -= 1
         return [{"role": "user", "content": f"{self.left} left"}], 0.5, self.left == 0
+
+
+class Echo:
+    """An environment whose prompt has earlier turns, and a long question."""
+
+    def reset(self, task):
+        turns = [("user", "a"), ("assistant", "b"), ("user", "c " * 60)]
+        return [{"role": role, "content": text} for role, text in turns]
+
+    def step(self, answer):
+        return [], 0.0, True
+
+
+NOTES = []
+
+
+def write(note: str) -> str:
+    """Write a note.
+
+    Args:
+        note: What to write.
+    """
+    NOTES.append(note)
+    return str(len(NOTES))
+
+
+def read(number: int) -> str:
+    """Read a note.
+
+    Args:
+        number: Which one, from 0.
+    """
+    return NOTES[number]

@@ -19,6 +19,8 @@ FORMS = {
     "llama's own functions": '<function=add>{"a": 1, "b": 2}</function>',
     "qwen's coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
     "<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]',
+    "newer mistral": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
     "openai": '<tool_call>{"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}</tool_call>',
 }
 PIECES = (
@@ -41,7 +43,16 @@ def test_several_calls_keep_their_order(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text", ["It is 3.", "", '{"colour": "red"}', "<tool>add</tool>", "a { b", "{1, 2}"]
+    "text",
+    [
+        "It is 3.",
+        "",
+        '{"colour": "red"}',
+        "<tool>add</tool>",
+        "a { b",
+        "{1, 2}",
+        '{"name": "Ada", "age": 36}',
+    ],
 )
 def test_other_text_contains_no_call(text, tokenizer):
     assert calls_in(text, tokenizer) == []

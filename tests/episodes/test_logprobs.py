@@ -23,7 +23,7 @@ def test_log_probabilities_of_actions_are_those_of_transformers(make, make_model
     own = make(tools=ALL)
     rollout = own.play(
         Scripted(own.reader, SAID), rows(3), SamplingConfig(max_response_tokens=300),
-        row_seeds(1, 1, range(3)),
+        row_seeds(1, 1, range(3)), (1, 1),
     )  # fmt: skip
     policy, sequences = load_policy(folder, "fp32").eval(), rollout.sequences
     assert probe_capabilities(policy).packed == packed

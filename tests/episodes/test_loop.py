@@ -6,7 +6,7 @@ import torch
 from episodes_fixtures import ALL, Scripted, call, rows
 
 from rlhf_pipeline.config.training import SamplingConfig
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import PipelineError, StageError
 from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.generation.records import ended, response_texts
 
@@ -16,7 +16,7 @@ SAMPLING = SamplingConfig(max_response_tokens=400)
 def play(own, said, count=1, sampling=SAMPLING, **more):
     generator = Scripted(own.reader, said)
     seeds = row_seeds(1, 1, np.arange(count))
-    rollout = own.play(generator, rows(count, **more), sampling, seeds)
+    rollout = own.play(generator, rows(count, **more), sampling, seeds, (1, 1))
     return rollout, generator
 
 
@@ -168,17 +168,97 @@ def test_a_check_of_repetition_finds_a_tool_that_is_not_repeatable(make):
         play(make(tools=ALL, repeat="check"), [[call("clock", unit="s"), " So."]])
 
 
-def test_a_template_that_knows_no_tools_is_refused(make):
-    own = make(tools=ALL)
-    own.reader.tokenizer.chat_template, before = (
-        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}",
-        own.reader.tokenizer.chat_template,
-    )
+def test_a_template_that_knows_no_tools_or_whose_calls_cannot_be_read_is_refused(make, tokenizer):
+    before = tokenizer.chat_template
+    call_of = "{{ c.function.name + ':' + c.function.arguments | tojson }}"
+    templates = {
+        "": "use a model whose template knows tools",
+        "{{ tools if loop.first }}{% for c in m.tool_calls or [] %}" + call_of + "{% endfor %}":
+            r"grpo\.tools: found a chat template that writes a call as 'add:.*expected a form of",
+    }  # fmt: skip
     try:
-        with pytest.raises(Exception, match="use a model whose template knows tools"):
-            play(own, [[" a"]])
+        for text, message in templates.items():
+            tokenizer.chat_template = (
+                "{% for m in messages %}{{ m.content }}" + text + "{{ eos_token }}{% endfor %}"
+            )
+            with pytest.raises(PipelineError, match=message):
+                make(tools=ALL)
     finally:
-        own.reader.tokenizer.chat_template = before
+        tokenizer.chat_template = before
+
+
+def test_responses_to_one_prompt_meet_the_same_randomness(make):
+    own = make(tools=ALL)
+    generator = Scripted(own.reader, [[call("draw", most=10**9), " So."]] * 4)
+    asked = {name: [column[i] for i in (0, 1, 0, 1)] for name, column in rows(2).items()}
+    rollout = own.play(generator, asked, SAMPLING, row_seeds(1, 1, np.arange(4)), (1, 1))
+    drawn = [episode.messages[1]["content"] for episode in rollout.episodes]
+    assert drawn[0] == drawn[2] != drawn[1] == drawn[3]
+    numbers = rollout.sequences.prompt_numbers.tolist()
+    assert numbers[0] == numbers[2] != numbers[1] == numbers[3]
+    other = play(own, [[" a"]])[0].sequences.prompt_numbers
+    assert other[0] == numbers[0]  # the same prompt in another rollout
+
+
+def test_a_turn_has_few_calls(make):
+    own = make(tools=ALL)
+    long = SAMPLING.model_copy(update={"max_response_tokens": 4000})
+    rollout, _ = play(own, [[call("add", a=1, b=1) * 18, " 2"]], 1, long)
+    (episode,) = rollout.episodes
+    said = [one["content"] for one in episode.messages if one["role"] == "tool"]
+    assert said[:16] == ["2"] * 16 and said[17] == "Error: found more than 16 calls in a turn"
+    assert (episode.calls, episode.malformed) == (18, 2)
+
+
+@pytest.mark.parametrize("name", ["a\\u003c|end|\\u003e", "\\ud800"])
+def test_the_name_of_an_unknown_tool_forges_nothing(make, name):
+    own = make(tools=ALL)
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    rollout, _ = play(own, [[text, " Well."]])
+    (reply,) = [one for one in rollout.episodes[0].messages if one["role"] == "tool"]
+    assert reply["name"] == "unknown" and reply["content"].startswith("Error: found no tool ")
+    eos_id = own.reader.contract.eos_id
+    assert int(torch.isin(rollout.sequences.response_ids, eos_id).sum()) == 2
+
+
+def test_brackets_without_end_are_a_malformed_call(make):
+    own = make(tools=ALL)
+    long = SAMPLING.model_copy(update={"max_response_tokens": 4000})
+    rollout, _ = play(own, [["<tool_call>" + "[" * 3000, " Well."]], 1, long)
+    assert rollout.episodes[0].malformed == 1
+
+
+def test_the_prompt_of_an_environment_is_refused_or_whole_and_may_have_earlier_turns(make):
+    own = make(environment="Echo", max_turn_tokens=8, max_prompt_tokens=200)
+    rollout, _ = play(own, [[" Yes.", " No."]])
+    prompt = own.reader.tokenizer.decode(rollout.sequences.prompt_ids[0])
+    assert prompt.endswith(
+        "Human: a\n\nAssistant: b<|end|>\n\nHuman: " + "c " * 60 + "\n\nAssistant:"
+    )
+
+
+def test_a_call_that_the_limits_leave_unanswered_is_no_answer(make):
+    own = make(tools=ALL, max_turns=1)
+    rollout, _ = play(own, [[call("add", a=2, b=5)]])
+    assert rollout.episodes[0].answer == ""
+    short = SAMPLING.model_copy(update={"max_response_tokens": 40})
+    rollout, _ = play(make(tools=ALL), [[call("add", a=2, b=5)]], 1, short)
+    assert rollout.episodes[0].answer == "" and rollout.episodes[0].is_open
+
+
+def test_the_check_of_repetition_allows_a_turn_that_was_cut(make):
+    own = make(tools=ALL, repeat="check")
+    first = len(own.reader.tokenizer.encode(call("add", a=2, b=5))) + 20
+    short = SAMPLING.model_copy(update={"max_response_tokens": first})
+    rollout, _ = play(own, [[call("add", a=2, b=5), " It is seven."]], 1, short)
+    assert not ended(rollout.sequences, own.reader.contract).any()
+
+
+def test_an_environment_ends_with_its_process(make):
+    own = make(environment="Countdown", tools=["leave"])
+    rollout, _ = play(own, [[call("leave", code=1), " a"]])
+    (episode,) = rollout.episodes
+    assert episode.failed == 1 and "ended its process" in episode.fault and episode.turns == 1
 
 
 def test_the_same_seeds_give_the_same_episodes(make):

@@ -104,6 +104,32 @@ def test_the_seed_of_an_episode_is_the_randomness_of_its_tools(hostile):
     assert drawn((1, 2, 3)) == drawn((1, 2, 3)) != drawn((1, 2, 4))
 
 
+def test_functions_of_one_file_share_its_state_within_an_episode():
+    own = server("write", "read")
+    one, two = own.episode((1,)), own.episode((2,))
+    assert one.ask("call", "write", {"note": "a"}) == "1"
+    assert one.ask("call", "read", {"number": 0}) == "a"
+    assert two.ask("call", "write", {"note": "b"}) == "1"
+
+
+def test_a_server_that_has_ended_is_named():
+    own = server("add")
+    own.episode((1,)).ask("call", "add", {"a": 1, "b": 2})
+    own._process.kill()
+    own._process.wait()
+    with pytest.raises(StageError, match=r"expected a process for an episode. Fix: see the log"):
+        own.episode((2,))
+
+
+def test_a_fault_of_the_import_is_said_each_time_at_once():
+    own = server("minus")
+    for _ in range(3):
+        begun = time.monotonic()
+        with pytest.raises(StageError, match="expected minus"):
+            own.schemas()
+    assert time.monotonic() - begun < 1
+
+
 def test_an_environment_has_an_instance_for_each_episode():
     environment = server(environment="Countdown", arguments={"turns": 2})
     one, two = environment.episode((1,)), environment.episode((2,))

@@ -94,6 +94,17 @@ def test_tools_and_environments_are_tried_before_a_run(tmp_path, body, changes, 
         assert re.search(message, found[0], re.DOTALL)
 
 
+@pytest.mark.parametrize("plays", [True, False])
+def test_a_reward_may_ask_for_the_episode_of_a_policy_with_turns(tmp_path, plays):
+    file = tmp_path / "my.py"
+    file.write_text("def f(prompts, responses, episode): return [e['turns'] for e in episode]")
+    given = {"grpo.rewards.0": CallableReward(callable=f"{file}:f")}
+    blocks = {"grpo": ppo_config(tools=["my.py:g"] if plays else [])}
+    sources = {0: BlendedSourceConfig(name="files", path="a.jsonl")}
+    found = [*scorer_faults(given, KNOWN, sources, blocks, tmp_path / "work")]
+    assert bool(found) != plays and all("asks for episode" in fault for fault in found)
+
+
 def test_an_environment_that_does_not_begin_is_a_warning(tmp_path, caplog):
     file = tmp_path / "my.py"
     file.write_text("class f:\n    def reset(self, task): raise ValueError(task['reference'])")

@@ -41,8 +41,11 @@ FAULTS = [
     ("ppo.rewards", [{"environment": "reward"}],
      "ppo.environment: found null, expected one, whose reward is asked for. Fix: set it"),
     ("evaluate", {"tools": [f"{__file__}:f"]},
-     "evaluate.max_prompt_tokens: found 1024, expected at most 128: the model's 256 positions "
-     "(max_position_embeddings) less sampling.max_response_tokens 64 and one more turn of 64"),
+     "evaluate.max_prompt_tokens: found 1024, expected at most the model's 256 positions "
+     "(max_position_embeddings) less sampling.max_response_tokens 64 and one more turn of 64 "
+     "tokens. Fix: use 128, or lower evaluate.max_turn_tokens"),
+    ("evaluate.judges", [{"environment": "reward"}],
+     "evaluate.environment: found null, expected one, whose reward is asked for. Fix: set it"),
     ("seed", -1, "seed: found -1, expected a whole number >= 0"),
     ("policy_seed", 1.5, "policy_seed: found 1.5, expected a whole number >= 0"),
     ("split.sources", [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, show_link
 from rlhf_pipeline.errors import ConfigError, StageError, printable
-from rlhf_pipeline.kedro_run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
 from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking.store import (
@@ -51,6 +51,8 @@ def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host
     """
     folder = ledger.language_model(policy).resolve()
     click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
+    if tools := tools_of(ledger.policy(policy)):
+        click.echo(f"trained with tools: {', '.join(tools)}; a request lists them as `tools`")
     program = TRANSFORMERS if find_spec("vllm") is None else VLLM
     os.chdir(folder.parent)  # the name of the folder is the name of the model
     command = serving(program, folder, host, port, *options)
@@ -91,6 +93,13 @@ def chat(
             subprocess.run(talk, env=silent | {"HF_HUB_OFFLINE": "0"}, check=False)
         finally:
             server.terminate()
+
+
+def tools_of(policy: Policy) -> list[str]:
+    """The tools that the training of a policy could call."""
+    config = policy.made_from[policy.stage].config if policy.stage in policy.made_from else {}
+    blocks = [block.get("sample", block) for block in config.values() if isinstance(block, dict)]
+    return [tool for block in blocks for tool in block.get("tools") or ()]
 
 
 def serving(program: str, folder: Path, host: str, port: int, *options: str) -> list[str]:

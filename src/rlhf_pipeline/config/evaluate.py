@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from glob import escape, glob
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -149,6 +149,12 @@ class EvaluateConfig(AnsweringConfig):
     reward model, or without it by the first judge, as a bound for PPO. 0: no such report."""
     tasks: TasksConfig | None = None
     """Benchmark tasks that each policy also solves. None: no tasks."""
+
+    def with_episodes_of(self, policy: Any) -> Self:
+        """The block with tools and environment of a policy, if it has none of its own."""
+        if self.has_turns or not hasattr(policy, "episodes"):
+            return self
+        return self.model_copy(update=dict(policy.episodes))
 
     def rewards_judge(self, trained: Block | None) -> bool:
         """Whether the rewards of a training judge its answers: without a `trained` reward model and

@@ -4,7 +4,7 @@ The functions take batches, which cost the template engine half as much; `ids` a
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Template, TemplateError
 
 from rlhf_pipeline.data.records import Conversation
-from rlhf_pipeline.data.token_contract import Reader, Tokenizer
+from rlhf_pipeline.data.token_contract import Reader, Tokenizer, any_of, control_tokens
 from rlhf_pipeline.errors import ArtifactError
 
 HUMAN_ASSISTANT_TEMPLATE = (
@@ -31,6 +31,7 @@ HUMAN_ASSISTANT_TEMPLATE = (
 )
 """Chat template for base models without one, in the format of Anthropic's dialogues."""
 
+_TAG = re.compile(r"</?\|?\w+\|?>|\[/?[A-Z_]+\]")
 _PLAIN = Template(HUMAN_ASSISTANT_TEMPLATE)
 _TODAY = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 
@@ -161,9 +162,11 @@ def render_responses(
     return texts
 
 
-def render_replies(reader: Reader, replies: Conversation) -> str:
+def render_replies(
+    reader: Reader, replies: Conversation, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """The text between the EOS of an assistant's turn and its next one: replies to the turn, and
-    the generation prompt.
+    the generation prompt. `tools` are the schemas that the prompt has.
 
     A mark stands for the turn, and no other turn is rendered: some templates render an earlier turn
     differently once the dialogue continues. Raises ArtifactError like `render_prompts`.
@@ -177,7 +180,8 @@ def render_replies(reader: Reader, replies: Conversation) -> str:
         function = {"name": calls[0].get("name", mark), "arguments": {"mark": mark}}
         call = {"id": calls[0].get("tool_call_id", mark), "type": "function", "function": function}
         turn["tool_calls"] = [call]
-    dialogue = [{"role": "user", "content": "?"}, turn, *replies]
+    first: dict[str, Any] = {"role": "user", "content": "?"}
+    dialogue = [first | ({"tools": tools} if tools else {}), turn, *replies]
     (text,) = render_prompts(reader.tokenizer, ["a reply"], [dialogue])
     tokens = reader.tokenizer.convert_ids_to_tokens(list(reader.contract.eos_ids))
     found = re.compile("|".join(map(re.escape, tokens))).search(text, text.rfind(mark))
@@ -190,10 +194,16 @@ def render_replies(reader: Reader, replies: Conversation) -> str:
 
 
 def role_marks(reader: Reader) -> set[str]:
-    """What the template writes around the text of a user, after which a turn begins or ends."""
-    mark = "TEXT"
-    text = render_replies(reader, [{"role": "user", "content": mark}])
-    return {part.strip(" ") for part in text.split(mark) if part.strip()}
+    """What the template writes around the text of another role, after which a turn begins or ends:
+    texts with their line breaks, and tags. Control tokens are not among them."""
+    control, marks = any_of(control_tokens(*reader)), set[str]()
+    for role in "user", "tool", "system":
+        with suppress(ArtifactError):  # the template does not know the role there
+            text = render_replies(reader, [{"role": role, "content": "TEXT"}])
+            parts = [each for part in text.split("TEXT") for each in control.split(part)]
+            marks |= {part.strip(" ") for part in parts if not part.strip().isalpha()}
+            marks |= {tag for part in parts for tag in _TAG.findall(part)}
+    return {mark for mark in marks if mark.strip()}
 
 
 def render_turns(

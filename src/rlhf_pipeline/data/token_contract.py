@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
@@ -123,6 +124,13 @@ def control_tokens(tokenizer: Tokenizer, contract: TokenContract | None) -> froz
     ends = tokenizer.convert_ids_to_tokens(list(contract.eos_ids)) if contract else ()
     roles = {tokenizer.bos_token, tokenizer.pad_token, *ends}
     return frozenset(special - ({tokenizer.unk_token} - roles))
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for some texts, the longest first: one may be the beginning of another. That for
+    none matches nothing."""
+    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def common_contract(

@@ -15,7 +15,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import example_rows, examples
 from rlhf_pipeline.data.records import RowCounts, Unused
 from rlhf_pipeline.data.template import plain_text, render_prompts, render_responses, render_turns
-from rlhf_pipeline.data.token_contract import Reader, Tokenizer, control_tokens
+from rlhf_pipeline.data.token_contract import Reader, Tokenizer, any_of, control_tokens
 from rlhf_pipeline.errors import ArtifactError, DataError
 
 A = TypeVar("A")
@@ -160,13 +160,6 @@ def _check_end(name: str, response_ids: list[int], reader: Reader) -> None:
             f"{response_ids[-3:]} at the end. Fix: check that the tokenizer encodes its EOS token "
             "as one token, and that the text does not contain it."
         )
-
-
-def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for some texts, the longest first: one may be the beginning of another. That for
-    none matches nothing."""
-    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def without(pattern: re.Pattern[str], text: str) -> str:

@@ -21,13 +21,17 @@ class Malformed(NamedTuple):
     reason: str
 
 
-_MARKED = re.compile(  # Hermes and Qwen; Qwen's coder, and Llama 3.1's own functions
+_MARKED = re.compile(  # Hermes and Qwen; Qwen's coder, and Llama 3.1's functions; Mistral
     r"<tool_call>(?P<hermes>.*?)(?:</tool_call>|\Z)"
-    r"|<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>|\Z)",
+    r"|<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>|\Z)"
+    r"|\[TOOL_CALLS\]\s*(?:(?P<mistral>[\w.-]+)\[ARGS\])?(?P<list>[^[]*(?:\[\{.*)?)",
     re.DOTALL,
 )
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_LLAMA = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=\{\s*\"(?:type|name|function|parameters)\")")
+_LLAMA = re.compile(
+    r"\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"(?:type|name|function)\"\s*:)(?=.*\"(parameters|arguments)\")",
+    re.DOTALL,
+)
 _FORM = '{"name": ..., "arguments": {...}}'
 
 
@@ -36,7 +40,8 @@ def calls_in(text: str, tokenizer: Tokenizer, prompt: str = "") -> list[ToolCall
 
     A tokenizer with a `response_template` reads its own form after `prompt`. The forms of the
     others are those of Hermes and Qwen (`<tool_call>` with JSON), of Qwen's coder
-    (`<function=...>`), and of Llama 3 (JSON alone, or after `<|python_tag|>`).
+    (`<function=...>`), of Mistral (`[TOOL_CALLS]`), and of Llama 3 (JSON alone, or after
+    `<|python_tag|>`).
     """
     if getattr(tokenizer, "response_template", None):
         try:
@@ -55,6 +60,8 @@ def _common(text: str) -> Iterator[ToolCall | Malformed]:
             found, inner = coded, None
         if inner is not None:
             yield from _of_json(inner)
+        elif found["list"] is not None:
+            yield from _of_json(found["list"], found["mistral"])
         elif values := dict(_PARAMETER.findall(found["body"])):
             yield ToolCall(found["name"].strip(), {k: _value(v) for k, v in values.items()})
         else:
@@ -66,7 +73,7 @@ def _common(text: str) -> Iterator[ToolCall | Malformed]:
 def _of_json(text: str, name: str | None = None) -> Iterator[ToolCall | Malformed]:
     try:
         found, _ = json.JSONDecoder().raw_decode(text.strip())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         yield Malformed(f"found no JSON ({error}), expected {_FORM}")
         return
     for one in found if isinstance(found, list) else [found]:
@@ -76,7 +83,7 @@ def _of_json(text: str, name: str | None = None) -> Iterator[ToolCall | Malforme
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -18,10 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_pipeline.config.episodes import CODE_PREFIX, EpisodesConfig
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.record_files import further_columns
-from rlhf_pipeline.data.template import render_prompts, render_replies
-from rlhf_pipeline.data.token_contract import Reader
+from rlhf_pipeline.data.template import render_dialogues, render_prompts, render_replies
+from rlhf_pipeline.data.token_contract import Reader, any_of
 from rlhf_pipeline.data.tokenization import encode
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.episodes.calls import ToolCall, calls_in
 from rlhf_pipeline.episodes.partner import Cleaner, Partner
 from rlhf_pipeline.episodes.processes import Server
 from rlhf_pipeline.errors import StageError
@@ -30,6 +31,7 @@ from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import json_digest
 
 CHECKED = 8
 """`repeat: check` plays one of so many episodes once more."""
@@ -56,6 +58,7 @@ class Episodes:
         self, config: EpisodesConfig, reader: Reader, job: LaunchedJob, world: World, place: str
     ) -> None:
         self._config, self._reader, self._world, self._place = config, reader, world, place
+        self._clean = Cleaner(reader)
         code = config.code()
         for name, given in code.items():
             file, (location, _, own) = job.inputs[CODE_PREFIX + name], given.rpartition(":")
@@ -63,26 +66,53 @@ class Episodes:
             code[name] = f"{file}:{own}" if location.endswith(".py") else given
         self._server = Server(place, code, config.environment_arguments, config.tool_timeout_s)
 
+        self._check_template()
+
+    def _check_template(self) -> None:
+        """Raise ArtifactError if the chat template knows no tools, and StageError if it writes a
+        call in a form that `calls_in` does not read: the policy would call in vain."""
+        if not (tools := self._server.schemas()):
+            return
+        name, tokenizer = tools[0]["function"]["name"], self._reader.tokenizer
+        function = {"name": name, "arguments": {"number": 1}}
+        called = {"id": "call00000", "type": "function", "function": function}
+        asked = [{"role": "user", "content": "?", "tools": tools}]
+        turn = {"role": "assistant", "content": "", "tool_calls": [called]}
+        (prompt,) = render_prompts(tokenizer, ["a prompt with tools"], [asked])
+        (whole,) = render_dialogues(tokenizer, ["a call"], [[*asked, turn]])
+        ends = tokenizer.convert_ids_to_tokens(list(self._reader.contract.eos_ids))
+        said = any_of(ends).split(whole.removeprefix(prompt))[0]
+        if name in said and calls_in(said, tokenizer, prompt) != [ToolCall(**function)]:
+            raise StageError(
+                f"{self._place}.tools: found a chat template that writes a call as {said!r}, "
+                "expected a form of docs/tools.md. Fix: use a model with one of them, or set the "
+                "tokenizer's response_template"
+            )
+
     def play(
         self,
         generator: Generator,
         rows: Mapping[str, list[Any]],
         sampling: SamplingConfig,
         seeds: Sequence[Seed],
+        shared: Seed,
     ) -> Rollout:
         """Play an episode for each row of the prompts' table. All ranks call this together.
+
+        Responses to one prompt meet the same tools and environment: these are seeded by `shared`
+        and the number of the prompt, and only the policy's draws by `seeds`.
 
         Raises StageError if a prompt is too long, too many calls failed, or with `repeat: check`
         if tools or environment reply differently the second time.
         """
         config, limit = self._config, self._config.max_turn_tokens or sampling.max_response_tokens
-        clean = Cleaner(self._reader, limit)
+        own_seeds = [(*shared, number) for number in rows["prompt_number"]]
         columns = {"messages": rows["messages"], "reference": rows["reference"]} | further_columns(
             rows
         )
         numbers = range(len(seeds))
         tasks = [{name: column[i] for name, column in columns.items()} for i in numbers]
-        begin = partial(Partner, self._server, config, self._reader, clean)
+        begin = partial(Partner, self._server, config, self._reader, self._clean, limit)
         with ThreadPoolExecutor(config.tool_processes) as pool:
 
             def each(work: Callable[..., Any], *given: Sequence[Any]) -> list[Any]:
@@ -92,13 +122,13 @@ class Episodes:
                     done.append(one)
                 return done
 
-            partners: list[Partner] = each(begin, tasks, seeds)
+            partners: list[Partner] = each(begin, tasks, own_seeds)
             try:
                 rollout = self._turns(generator, partners, sampling, seeds, limit, each)
                 self._check_failures(partners)
                 if config.repeat == "check":
                     for row in range(0, len(partners), CHECKED):
-                        self._check_repeat(partners[row], begin(tasks[row], seeds[row]))
+                        self._check_repeat(partners[row], begin(tasks[row], own_seeds[row]))
             finally:
                 for partner in partners:
                     partner.close()
@@ -115,8 +145,8 @@ class Episodes:
     ) -> Rollout:
         (tokenizer, contract), most = self._reader, sampling.max_response_tokens
         prompts = self._prompts(partners)
-        distinct: dict[tuple[int, ...], int] = {}
-        numbers = [distinct.setdefault(tuple(ids), len(distinct)) for ids in prompts]
+        # Equal numbers mean equal prompts, also beside the rows of another rollout.
+        numbers = [int(json_digest(ids)[:15], 16) for ids in prompts]
         tokens: list[list[int]] = [[] for _ in prompts]
         actions: list[list[bool]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
@@ -149,13 +179,14 @@ class Episodes:
                 if len(ids) <= room and ids[-1] in contract.eos_ids:
                     said[row] = tokenizer.decode(ids[:-1])
                 else:
-                    partners[row].said(tokenizer.decode(ids[:room]))
+                    partners[row].cut(tokenizer.decode(ids[:room]))
             replies = each(Partner.reply, [partners[row] for row in said], said.values())
             living = []
             for row, reply in zip(said, replies, strict=True):
                 if reply is None:
                     continue
-                (ids,) = encode([render_replies(self._reader, reply)], tokenizer)
+                text = render_replies(self._reader, reply, self._server.schemas())
+                (ids,), partners[row].asked = encode([text], tokenizer), text
                 room = most - len(tokens[row])
                 add(row, ids[:room], None)
                 if not room:  # without its EOS, it counts as cut
@@ -171,7 +202,10 @@ class Episodes:
     def _prompts(self, partners: Sequence[Partner]) -> list[list[int]]:
         names = [f"{self._place}, task {number}" for number in range(len(partners))]
         dialogues = [partner.episode.prompt for partner in partners]
-        prompts = encode(render_prompts(self._reader.tokenizer, names, dialogues), self._reader[0])
+        texts = render_prompts(self._reader.tokenizer, names, dialogues)
+        for partner, text in zip(partners, texts, strict=True):
+            partner.asked = text
+        prompts = encode(texts, self._reader.tokenizer)
         longest, limit = max(map(len, prompts)), self._config.max_prompt_tokens
         if longest > limit:
             raise StageError(
@@ -200,8 +234,9 @@ class Episodes:
         finally:
             second.close()
         one, two = first.episode, second.episode
-        if (one.prompt, one.messages, one.reward) != (two.prompt, two.messages, two.reward):
-            pairs = zip([*one.prompt, *one.messages], [*two.prompt, *two.messages], strict=False)
+        said = first.episode.messages[: first.replied]
+        if (one.prompt, said, one.reward) != (two.prompt, two.messages, two.reward):
+            pairs = zip([*one.prompt, *said], [*two.prompt, *two.messages], strict=False)
             found = next(((a, b) for a, b in pairs if a != b), (one.reward, two.reward))
             raise StageError(
                 f"{self._place}.repeat: found {found[1]} where the first time was {found[0]}, "

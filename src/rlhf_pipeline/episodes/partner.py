@@ -4,21 +4,24 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from typing import Any
 
 from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.data.records import Conversation, dialogue
 from rlhf_pipeline.data.template import role_marks
-from rlhf_pipeline.data.token_contract import Reader, control_tokens
-from rlhf_pipeline.data.tokenization import any_of, encode, without
+from rlhf_pipeline.data.token_contract import Reader, any_of, control_tokens
+from rlhf_pipeline.data.tokenization import encode, without
 from rlhf_pipeline.episodes.calls import Malformed, ToolCall, calls_in
 from rlhf_pipeline.episodes.processes import CallError, EpisodeProcess, Server
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime import heartbeat
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 """Control characters but for tab and line break, halves of surrogate pairs, and characters that
 change the direction of the text."""
 ROLES = "system", "user", "tool"
+MOST_CALLS = 16  # of one turn
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Episode:
     """Calls that raised an exception, took too long, or ended their process."""
     fault: str = ""
     """What the last of these said."""
+    is_open: bool = False
+    """Whether the last turn was cut within a call."""
 
     @property
     def turns(self) -> int:
@@ -45,9 +50,10 @@ class Episode:
 
     @property
     def answer(self) -> str:
-        """The last turn of the policy."""
-        said = (one["content"] for one in reversed(self.messages) if one["role"] == "assistant")
-        return next(said, "")
+        """The last turn of the policy; empty if it is a call, which the limits left unanswered."""
+        said = [one for one in self.messages if one["role"] != "user"]
+        is_last = bool(said) and said[-1]["role"] == "assistant" and not self.is_open
+        return str(said[-1]["content"]) if is_last else ""
 
     @property
     def text(self) -> str:
@@ -64,31 +70,34 @@ class Cleaner:
     """Removes from texts of tools and environments what would end or forge a turn, and what is
     beyond a number of tokens."""
 
-    def __init__(self, reader: Reader, tokens: int) -> None:
-        self._tokenizer, self._tokens = reader.tokenizer, tokens
-        control = control_tokens(*reader)
+    def __init__(self, reader: Reader) -> None:
+        self._tokenizer, control = reader.tokenizer, control_tokens(*reader)
         self._special = any_of(control)
         self._forging = any_of({*control, *role_marks(reader)})
-
-    def __call__(self, messages: Conversation) -> Conversation:
-        return [{**one, "content": self._clean(one["content"])} for one in messages]
 
     def plain(self, text: str) -> str:
         """A turn of the policy without special tokens."""
         return without(self._special, text).strip()
 
-    def _clean(self, text: str) -> str:
+    def text(self, text: str, tokens: int) -> str:
+        """A text of others."""
         # A token is seldom longer, and a text of megabytes takes seconds.
-        text = without(self._forging, _UNPRINTABLE.sub("", text[: 16 * self._tokens]))
+        text = without(self._forging, _UNPRINTABLE.sub("", text[: 16 * tokens]))
         (ids,) = encode([text], self._tokenizer)
-        if len(ids) > self._tokens:
-            cut = self._tokenizer.decode(ids[: self._tokens], skip_special_tokens=True)
+        if len(ids) > tokens:
+            cut = self._tokenizer.decode(ids[:tokens], skip_special_tokens=True)
             text = without(self._forging, cut)
         return text
 
 
 class Partner:
-    """The other side of one episode: tools and environment with their process."""
+    """The other side of one episode: tools and environment with their process.
+
+    Args:
+        limit: most tokens of a reply.
+        task: what an environment gets.
+        seed: the randomness of tools and environment.
+    """
 
     def __init__(
         self,
@@ -96,20 +105,27 @@ class Partner:
         config: EpisodesConfig,
         reader: Reader,
         clean: Cleaner,
+        limit: int,
         task: Mapping[str, Any],
         seed: Sequence[int],
     ) -> None:
         """Begin the episode. Raises StageError if the environment does not."""
         self._server, self._config, self._seed = server, config, seed
-        self._reader, self._clean, self.task = reader, clean, task
+        self._reader, self._clean, self._limit = reader, clean, limit
         self._process: EpisodeProcess | None = None
+        self._lost = False
         self._tools = {schema["function"]["name"] for schema in server.schemas()}
         self.texts: list[str] = []
-        """The turns of the policy as it wrote them, with special tokens."""
+        """The turns of the policy that got a reply or ended, with special tokens."""
+        self.replied = 0
+        """The messages without a last turn that was cut."""
+        self.asked = ""
+        """The text before the next turn, for a tokenizer that reads calls by itself."""
         messages = [dict(message) for message in task["messages"]]
         if config.environment is not None:
+            limit = 2 * config.max_prompt_tokens  # a prompt that is too long is refused, not cut
             try:
-                messages = self._checked(self._ask("reset", dict(task)))
+                messages = self._checked(self._ask("reset", dict(task)), limit, "assistant")
             except CallError as error:
                 raise StageError(f"environment {config.environment}: reset: {error}") from None
         if server.schemas():
@@ -120,27 +136,23 @@ class Partner:
     def reply(self, text: str) -> Conversation | None:
         """What tools or environment reply to a turn; None: the episode ends with it."""
         self.texts.append(text)
-        tokenizer, episode = self._reader.tokenizer, self.episode
-        plain = self.said(text)
-        calls = calls_in(text, tokenizer) if self._tools else []
-        if calls:
-            replies = [self._called(call, f"call{n:05}") for n, call in enumerate(calls)]
+        plain = self._said(text)
+        if calls := self._calls(text):
+            replies: Conversation | None = [*map(self._called, calls, count())]
         elif self._config.environment is not None:
-            stepped = self._stepped(plain)
-            if stepped is None:
-                return None
-            replies = stepped
+            replies = self._stepped(plain)
         else:
-            return None
-        replies = self._clean(replies)
-        episode.messages += replies
+            replies = None
+        if self._lost and self._config.environment is not None:
+            replies = None  # the environment was in the process
+        self.episode.messages += replies or []
+        self.replied = len(self.episode.messages)
         return replies
 
-    def said(self, text: str) -> str:
-        """Record a turn, which may lack its end; returns it without special tokens."""
-        plain = self._clean.plain(text)
-        self.episode.messages.append({"role": "assistant", "content": plain})
-        return plain
+    def cut(self, text: str) -> None:
+        """Record a turn without an end. A call in it is no answer."""
+        self._said(text)
+        self.episode.is_open = bool(self._calls(text))
 
     def close(self) -> None:
         """End the process of the episode."""
@@ -148,18 +160,33 @@ class Partner:
             self._process.close()
             self._process = None
 
-    def _called(self, call: ToolCall | Malformed, number: str) -> dict[str, Any]:
-        message = {"role": "tool", "tool_call_id": number, "name": getattr(call, "name", "unknown")}
+    def _said(self, text: str) -> str:
+        plain = self._clean.plain(text)
+        self.episode.messages.append({"role": "assistant", "content": plain})
+        return plain
+
+    def _calls(self, text: str) -> list[ToolCall | Malformed]:
+        return calls_in(text, self._reader.tokenizer, self.asked) if self._tools else []
+
+    def _called(self, call: ToolCall | Malformed, number: int) -> dict[str, Any]:
+        heartbeat.report_progress()
         self.episode.calls += 1
-        if isinstance(call, Malformed) or call.name not in self._tools:
-            self.episode.malformed += 1
-            known = ", ".join(sorted(self._tools))
-            reason = call.reason if isinstance(call, Malformed) else f"found no tool {call.name}"
-            return message | {"content": f"Error: {reason}; the tools are {known}"}
-        try:
-            return message | {"content": self._ask("call", call.name, call.arguments)}
-        except CallError as error:
-            return message | {"content": f"Error: {self._failed(error)}"}
+        name, known = "unknown", ", ".join(sorted(self._tools))
+        if number >= MOST_CALLS:
+            said, fault = f"found more than {MOST_CALLS} calls in a turn", True
+        elif isinstance(call, Malformed):
+            said, fault = call.reason, True
+        elif call.name not in self._tools:
+            said, fault = f"found no tool {call.name}; the tools are {known}", True
+        else:
+            name, fault = call.name, False
+            try:
+                said = self._ask("call", call.name, call.arguments)
+            except CallError as error:
+                said = self._failed(error)
+        self.episode.malformed += fault
+        said = self._clean.text(f"Error: {said}" if fault else said, self._limit)
+        return {"role": "tool", "tool_call_id": f"call{number:05}", "name": name, "content": said}
 
     def _stepped(self, text: str) -> Conversation | None:
         self.episode.calls += 1
@@ -167,7 +194,7 @@ class Partner:
             messages, reward, done = self._ask("step", text)
             if not math.isfinite(reward):
                 raise CallError(f"found the reward {reward}, expected a finite number")
-            replies = [] if done else self._checked(messages)
+            replies = [] if done else self._checked(messages, self._limit)
         except CallError as error:
             self._failed(error)
             return None
@@ -176,8 +203,8 @@ class Partner:
 
     def _failed(self, error: CallError) -> str:
         self.episode.failed += 1
-        self.episode.fault = str(error)
-        return str(error)
+        self.episode.fault = self._clean.text(str(error), self._limit)
+        return f"Error: {error}"
 
     def _ask(self, *message: Any) -> Any:
         if self._process is None:
@@ -186,11 +213,12 @@ class Partner:
             return self._process.ask(*message)
         except CallError as error:
             if error.lost:  # a later call of a tool gets another process
+                self._lost = True
                 self.close()
             raise
 
-    def _checked(self, messages: Conversation) -> Conversation:
-        roles = [message["role"] for message in messages]
-        if not roles or {*roles} - {*ROLES}:
-            raise CallError(f"found messages of {roles}, expected some of {', '.join(ROLES)}")
-        return self._clean(messages)
+    def _checked(self, messages: Conversation, limit: int, *more: str) -> Conversation:
+        roles, known = [message["role"] for message in messages], (*ROLES, *more)
+        if not roles or {*roles} - {*known}:
+            raise CallError(f"found messages of {roles}, expected some of {', '.join(known)}")
+        return [{**one, "content": self._clean.text(one["content"], limit)} for one in messages]

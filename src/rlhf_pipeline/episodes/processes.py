@@ -11,16 +11,21 @@ import inspect
 import json
 import os
 import random
+import resource
 import signal
+import socket
+import struct
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import ceil
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 from subprocess import DEVNULL, Popen
 from threading import Lock
+from types import ModuleType
 from typing import Any
 
 from rlhf_pipeline.errors import StageError
@@ -69,6 +74,9 @@ class Server:
         own = [*tools.values()], environment, arguments
         self._pipe.send_bytes(json.dumps([sys.path, *own]).encode())
         self._schemas: list[dict[str, Any]] | None = None
+        self._fault: StageError | None = None
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)  # each living episode has a pipe
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
         self.stop = weakref.finalize(self, _stop, self._process)
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -77,24 +85,33 @@ class Server:
         Raises StageError if an import fails, or a function has no type hints or descriptions.
         """
         with self._lock:
+            if self._fault is not None:
+                raise self._fault
             if self._schemas is None:
                 try:
                     said = _received(self._pipe, LOAD_S, "the import of tools and environment")
                 except CallError as error:
-                    raise StageError(f"{error}. Fix: correct what happens in the import") from None
+                    said = {"error": f"{error}. Fix: correct what happens in the import"}
                 if "error" in said:
-                    raise StageError(said["error"])
+                    self._fault = StageError(said["error"])
+                    raise self._fault
                 self._schemas = said["ok"]
             return self._schemas
 
     def episode(self, seed: Sequence[int]) -> "EpisodeProcess":
         """A process for an episode, with randomness of its own."""
         self.schemas()
-        ours, theirs = Pipe()
-        with self._lock, theirs:
-            self._pipe.send_bytes(b"null")
-            reduction.send_handle(self._pipe, theirs.fileno(), self._process.pid)
-            number = json.loads(self._pipe.recv_bytes())
+        try:
+            ours, theirs = Pipe()
+            with self._lock, theirs:
+                self._pipe.send_bytes(b"null")
+                reduction.send_handle(self._pipe, theirs.fileno(), self._process.pid)
+                number = json.loads(self._pipe.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise StageError(
+                f"tools, environment: found {type(error).__name__} ({error}), expected a process "
+                "for an episode. Fix: see the log above, and whether memory or files ran out"
+            ) from None
         return EpisodeProcess(ours, self.timeout_s, seed, partial(self._end, number))
 
     def _end(self, number: int) -> None:
@@ -133,14 +150,18 @@ class EpisodeProcess:
 
 
 def _received(pipe: Connection, limit_s: float, what: str) -> dict[str, Any]:
+    with socket.socket(fileno=os.dup(pipe.fileno())) as each:  # a message may be a part of one
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", ceil(limit_s), 0))
     try:
         if not pipe.poll(limit_s):
             raise CallError(f"{what} took longer than {limit_s:g} s", lost=True)
-        said: dict[str, Any] = json.loads(pipe.recv_bytes(LONGEST_REPLY))
+        said = json.loads(pipe.recv_bytes(LONGEST_REPLY))
     except (EOFError, OSError):
         raise CallError(f"{what} ended its process", lost=True) from None
-    except ValueError:  # the user's code has written into the pipe
-        raise CallError(f"{what} sent no JSON", lost=True) from None
+    except (ValueError, RecursionError):  # the user's code has written into the pipe
+        said = None
+    if not isinstance(said, dict):
+        raise CallError(f"{what} sent no reply", lost=True)
     return said
 
 
@@ -152,8 +173,10 @@ def serve() -> None:
     pipe, children = Connection(int(sys.argv[1])), set[int]()
     sys.path, tools, environment, arguments = json.loads(pipe.recv_bytes())
     try:
-        functions = {name: loaded(place, file, name) for place, file, name in tools}
-        make = environment and loaded(*environment)
+        modules = dict[str, ModuleType]()  # functions of one file share its state
+        functions = {name: loaded(place, file, name, modules) for place, file, name in tools}
+        place, file, name = environment or ("", "", "")
+        make = loaded(place, file, name, modules) if environment else None
         said: dict[str, Any] = {"ok": _schemas(functions, [place for place, *_ in tools])}
     except StageError as error:
         said = {"error": error.message}
@@ -234,6 +257,7 @@ def _play(
                 if kind == "reset":
                     assert make is not None, "the rank knows whether there is an environment"
                     offered = {"seed": random.getrandbits(63), "environment_arguments": arguments}
+                    offered |= arguments
                     named = inspect.signature(make).parameters
                     environment = make(**{k: v for k, v in offered.items() if k in named})
                     value = _messages(_value(environment.reset(*given)))

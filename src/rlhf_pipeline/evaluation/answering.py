@@ -62,12 +62,6 @@ class Setup:
     world: World
     place: str = "evaluate"  # the parameters of `config`, for messages
 
-    @property
-    def sources(self) -> list[str | None]:
-        """The source of each prompt; None where an environment has written the prompt."""
-        known = self.prompts["source"]
-        return known if self.config.environment is None else [None] * len(known)
-
 
 def with_model(
     load: Callable[..., M], folder: Path, setup: Setup, work: Callable[[M | DeepSpeedEngine], R]
@@ -189,7 +183,7 @@ def answer(generator: Generator, episodes: Episodes | None, setup: Setup, draw: 
     """Answer the prompts of this rank. Answers of one draw have equal randomness."""
     rows, seeds = setup.rows.tolist(), row_seeds(setup.seed, draw, setup.rows)
     prompts = setup.prompts | {"prompt_number": rows}
-    return respond(generator, episodes, prompts, setup.config.sampling, seeds)
+    return respond(generator, episodes, prompts, setup.config.sampling, seeds, (setup.seed,))
 
 
 def judge_all(
@@ -229,7 +223,9 @@ def judge_all(
         scores[name] = np.mean(np.array(by_model, float), axis=0).tolist()
 
     def by_gold(draw: Draw) -> Scores:
-        asked, text = setups[draw[0]].sources, texts[draw]
+        asked, text = setups[draw[0]].prompts["source"], texts[draw]
+        if setup.config.environment is not None:  # the source knows its own prompts alone
+            asked = [None] * len(asked)
         rows = zip(asked, text.prompts, text.responses, strict=True)
         return [gold_score(*row) for row in rows]
 
@@ -278,7 +274,7 @@ def _judged(
             sft_logprob=known(sft_logprobs[i].sum()),
             response_tokens=int(mask[i].sum()),
             ended=bool(scored.ended[i]),
-            source=setup.sources[i],
+            source=setup.prompts["source"][i],
             messages=text.prompts[i],
             right=accuracy(text.references[i], text.responses[i]),
             episode=scored.episodes[i].record() if scored.episodes is not None else None,

@@ -132,13 +132,15 @@ def respond(
     rows: Mapping[str, list[Any]],
     sampling: SamplingConfig,
     seeds: Sequence[Seed],
+    shared: Seed,
 ) -> Rollout:
     """Answer rows of the prompts' table, in one turn or in episodes. All ranks call this together.
 
-    `rows` have a `prompt_number`, equal for equal prompts.
+    `rows` have a `prompt_number`, equal for equal prompts. `shared` is the randomness that all
+    responses have in common, for tools and environments.
     """
     if episodes is not None:
-        return episodes.play(generator, rows, sampling, seeds)
+        return episodes.play(generator, rows, sampling, seeds, shared)
     return generator.generate(rows["prompt_ids"], sampling, seeds, rows["prompt_number"])
 
 

@@ -100,7 +100,7 @@ def check(
             for base in bases.values()
         ),
         *(policy_faults(policy, blocks, sum(ranks)) for policy in policies),
-        evaluation_faults(evaluate),
+        evaluation_faults(evaluate, policies),
         source_faults("split.pretraining.sources", texts, wants_text=True),
     )
     refuse(chain(*found), origin)

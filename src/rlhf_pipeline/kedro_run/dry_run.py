@@ -141,11 +141,13 @@ def scorer_faults(
                 "a source of scores that reads none"
             )
         elif isinstance(scorer, CallableReward):
-            limit_s = CALL_S if scorer.timeout_s is None else len(RESPONSES) * scorer.timeout_s
             block = blocks.get(place.partition(".")[0])
+            plays = block is not None and block.episodes.has_turns
+            asked = {one: [*names, *(["episode"] * plays)] for one, names in carries.items()}
+            limit_s = CALL_S if scorer.timeout_s is None else len(RESPONSES) * scorer.timeout_s
             arguments = {
                 "place": place, "function": scorer.callable, "call": call if chosen else None,
-                "processes": scorer.processes, "sources": carries,
+                "processes": scorer.processes, "sources": asked,
                 "together": getattr(block, "responses_per_prompt", 1),
             }  # fmt: skip
             what, files = f"{place}: {scorer.callable}", [source_file(scorer.callable)]

@@ -161,16 +161,19 @@ def length_faults(
         for place, block in answering.items()
     }
     prompt = split.max_prompt_tokens
-    turns: dict[str, Any] = {one.sampler: one for one in policies} | {"evaluate": evaluate}
-    for place, block in turns.items():
-        own, sampling = block.episodes, block.sampling
-        longest = own.longest_prompt(sampling) + sampling.max_response_tokens
-        if own.has_turns and longest > positions:
+    turns = [(one.sampler, one.episodes, one.sampling) for one in policies]
+    for judging in [evaluate, *map(evaluate.with_episodes_of, policies)]:
+        turns.append(("evaluate", judging.episodes, evaluate.sampling))
+    for place, own, sampling in turns:
+        found, whole = own.max_prompt_tokens, sampling.max_response_tokens
+        turn = own.longest_prompt(sampling) - found
+        if own.has_turns and found + whole + turn > positions:
+            room = positions - whole - turn
+            fix = f"use {room}" if room > 0 else f"lower {place}.sampling.max_response_tokens"
             yield (
-                f"{place}.max_prompt_tokens: found {own.max_prompt_tokens}, expected at most "
-                f"{own.max_prompt_tokens + positions - longest}: {model} less "
-                f"sampling.max_response_tokens {sampling.max_response_tokens} and one more turn of "
-                f"{longest - own.max_prompt_tokens - sampling.max_response_tokens} tokens"
+                f"{place}.max_prompt_tokens: found {found}, expected at most {model} less "
+                f"sampling.max_response_tokens {whole} and one more turn of {turn} tokens. Fix: "
+                f"{fix}, or lower {place}.max_turn_tokens"
             )
     for place, response in responses.items():
         if prompt + response > positions > prompt:
@@ -244,9 +247,12 @@ def critic_faults(split: Path, blocks: Mapping[str, Any], nodes: Collection[str]
         )
 
 
-def evaluation_faults(evaluate: EvaluateConfig) -> Iterator[str]:
-    """Judges and tasks that lack something, or files of tasks that cannot be read."""
+def evaluation_faults(evaluate: EvaluateConfig, policies: Sequence[Any]) -> Iterator[str]:
+    """Judges, tools and tasks that lack something, or files of tasks that cannot be read."""
     yield from judge_faults(evaluate.judges, "evaluate.judges")
+    judging = [evaluate, *map(evaluate.with_episodes_of, policies)]
+    known = [one.episodes for one in judging if one.environment is not None]
+    yield from episode_faults((known or [evaluate.episodes])[0], evaluate.judges, "evaluate")
     if evaluate.tasks is not None:
         absent = [*_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks")]
         yield from absent or task_faults(evaluate.tasks)

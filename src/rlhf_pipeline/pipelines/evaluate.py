@@ -90,8 +90,7 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         if config.rewards_judge(trained):
             judges = as_judges(getattr(policy_config, "rewards", ()))
             config = config.model_copy(update={"judges": judges})
-        if not config.has_turns and (own := getattr(policy_config, "episodes", None)) is not None:
-            config = config.model_copy(update=dict(own))
+        config = config.with_episodes_of(policy_config)
         if config.judge_model is not None:
             assert trained is not None, "checked before the run"
             second = config.judge_model, trained, data, seed, stages

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,11 +13,15 @@ from typing import Any
 from rlhf_pipeline.errors import StageError
 
 
-def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
+def loaded(
+    place: str, location: str, name: str, modules: dict[str, ModuleType] | None = None
+) -> Callable[..., Any]:
     """The function `name` in the file `*.py` or in the module; StageError, which names `place`, if
     the import fails, or there is no such function."""
     try:
-        module = _module(location)
+        module = (modules or {}).get(location) or _module(location)
+        if modules is not None:
+            modules[location] = module
         function = getattr(module, name, None)
     except StageError as error:  # one of our adapters lacks its package
         raise StageError(f"{place}: {error.message}") from None
@@ -38,7 +43,8 @@ def _module(location: str) -> ModuleType:
     path = Path(location).expanduser()
     if path.suffix != ".py":
         return importlib.import_module(location)
-    spec = importlib.util.spec_from_file_location(f"ppo_rewards_{path.stem}", path)
+    name = f"code_{path.stem}_{zlib.crc32(bytes(path.resolve()))}"  # two files may have one stem
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a check rejects files that are not .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there

@@ -29,6 +29,11 @@ LIMIT_S = 60.0
 """Longest beginning of an episode, in seconds."""
 
 
+def _loaded(place: str) -> Any:
+    location, _, name = place.rpartition(":")
+    return loaded(place, location, name)
+
+
 def try_function(
     place: str,
     function: str,
@@ -40,12 +45,12 @@ def try_function(
     """Call a function (`FILE.py:NAME`) that scores responses once, with `together` responses to a
     prompt as in training. `sources` are the columns that sources carry, by their places.
 
-    Without a call it is only imported. So is one that asks for the policy's tokens, or for true
-    answers that the call lacks.
+    Without a call it is only imported. So is one that asks for the policy's tokens or episodes, or
+    for true answers that the call lacks.
     """
     is_called = False
     try:
-        scored = loaded(function, *function.rsplit(":", 1))
+        scored = _loaded(function)
         signature = inspect.signature(scored)
         asked = [*signature.parameters][2:]
         check_signature(function, signature, sources or {"the split": asked})
@@ -54,7 +59,8 @@ def try_function(
                 f"{function}: found processes: {processes} and the parameter scored, which no "
                 "process gets. Fix: set processes to 0"
             )
-        lacks = {"scored"} if call and call[2]["references"] else {"scored", "references"}
+        lacks = {"scored", "episode"}
+        lacks |= set() if call and call[2]["references"] else {"references"}
         if call is not None and not lacks & {*asked}:
             prompts, responses, more = call
             if not processes:  # their calls have one response
@@ -105,7 +111,7 @@ def try_doors(doors: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, bool]]:
     offers, the method that a class needs, and the other parameters of the block."""
     for parameter, (place, offers, method, others) in doors.items():
         try:
-            signature = inspect.signature(found := loaded(place, *place.rsplit(":", 1)))
+            signature = inspect.signature(found := _loaded(place))
             if inspect.iscoroutinefunction(found):
                 raise ConfigError(f"{place}: found `async def`, expected `def`")
             if isinstance(found, type) and method and not hasattr(found, method):

@@ -20,8 +20,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, ModelReward, Scorer, clip_of
 from rlhf_pipeline.data.template import fix_date, render_dialogues
-from rlhf_pipeline.data.token_contract import NAME, Reader, TokenContract, Tokenizer, control_tokens
-from rlhf_pipeline.data.tokenization import any_of, encode, tokenize, without
+from rlhf_pipeline.data.token_contract import (
+    NAME,
+    Reader,
+    TokenContract,
+    Tokenizer,
+    any_of,
+    control_tokens,
+)
+from rlhf_pipeline.data.tokenization import encode, tokenize, without
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World, on_gpu
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine

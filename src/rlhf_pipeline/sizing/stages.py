@@ -107,7 +107,10 @@ class StageLoad:
             response = config.sampling.max_response_tokens
             compares = isinstance(config, SampledConfig) and config.kind == "comparisons"
             copies = 2 if compares else 1
-        lengths = Lengths(split.max_prompt_tokens, copies * response, copies)
+        prompt, episodes = split.max_prompt_tokens, getattr(config, "episodes", None)
+        if episodes is not None and episodes.has_turns:  # their prompts describe tools
+            prompt = max(prompt, episodes.max_prompt_tokens)
+        lengths = Lengths(prompt, copies * response, copies)
         if isinstance(config, PPOConfig):
             batch = config.minibatch_size
         else:

@@ -187,7 +187,7 @@ def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
         config,
         scores=scored.clipped_scores,
         has_eos=scored.ended,
-        lengths=scored.sequences.action_mask.sum(1),
+        lengths=scored.sequences.real_mask.sum(1),
         max_response_tokens=config.sampling.max_response_tokens,
     )
     return shaped

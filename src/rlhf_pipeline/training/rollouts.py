@@ -71,7 +71,8 @@ def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = 
     models, away = setup.models, setup.config.offload_during_rollout
     staying = weights(models.actor)
     with in_main_memory(held(setup), staying) if away else nullcontext():
-        rollout = respond(models.generator, models.episodes, rows, setup.config.sampling, seeds)
+        how = models.generator, models.episodes
+        rollout = respond(*how, rows, setup.config.sampling, seeds, (setup.seed, step or 0))
     release_freed()  # the update needs as much memory, in blocks of other sizes
     return rollout
 
