@@ -13,7 +13,7 @@ from rlhf_pipeline.episodes.processes import Server
 from rlhf_pipeline.errors import ConfigError
 
 pytest.importorskip("openenv.core", reason="openenv-core is not installed")
-PLACE = "grpo.environment", "rlhf_pipeline.episodes.openenv", "OpenEnv"
+CODE = {"environment": "rlhf_pipeline.episodes.openenv:OpenEnv"}
 ACTION = {"message": "{answer}", "language": "de"}
 SERVER = """
 import sys, uvicorn
@@ -79,7 +79,7 @@ def said(text):
 
 def test_the_process_of_an_episode_plays_it(url):
     arguments = {"base_url": url, "observation": "text", "action": ACTION, "columns": ["seed"]}
-    server = Server([], PLACE, arguments, 60.0)
+    server = Server("grpo", CODE, arguments, 60.0)
     own = server.episode((1,))
     try:
         prompt = own.ask("reset", ROW | {"seed": 3})

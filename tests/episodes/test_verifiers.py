@@ -8,7 +8,7 @@ import pytest
 from rlhf_pipeline.episodes.processes import CallError, Server
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
-PLACE = "grpo.environment", "rlhf_pipeline.episodes.verifiers", "Verifiers"
+CODE = {"environment": "rlhf_pipeline.episodes.verifiers:Verifiers"}
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Guess 13."},
@@ -24,7 +24,7 @@ def episode(monkeypatch):
     def begin(timeout_s=60.0, **harness):
         agent = {"harness": harness, "runtime": {"type": "subprocess"}}
         arguments = {"taskset": {"id": "guessing"}, "agent": agent}
-        server = Server([], PLACE, arguments, timeout_s)
+        server = Server("grpo", CODE, arguments, timeout_s)
         begun.extend([server.episode((1,)), server])
         return begun[-2]
 
