@@ -233,7 +233,9 @@ def test_resumed_ppo_equals_uninterrupted_ppo_after_its_driver_was_killed(ppo):
 
 
 @pytest.mark.slow
-def test_ppo_resumes_from_the_midst_of_an_episode(ppo_inputs, tmp_path):
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_ppo_resumes_from_the_midst_of_an_episode(ppo_inputs, tmp_path, zero_stage):
+    """At stage 3 each layer is gathered at each token, although the ranks have other episodes."""
     world, inside, pause = (tmp_path / name for name in ("world.py", "inside", "pause"))
     places = {"pause": f"Path({str(pause)!r})", "folder": f"Path({str(tmp_path)!r})"}
     world.write_text(PAUSING_WORLD.format(**places, inside=str(inside)))
@@ -242,8 +244,10 @@ def test_ppo_resumes_from_the_midst_of_an_episode(ppo_inputs, tmp_path):
         "environment": f"{world}:World", "generator": "ends:Ends", "max_turn_tokens": 5,
         "max_prompt_tokens": 40, "sampling": {"max_response_tokens": 60}, "max_turns": 4,
         "rewards": [{"environment": "reward"}], "maximum_logprob_gap": None,
-        "sampler_correction": None,
+        "sampler_correction": None, "gather_for_generation": zero_stage == 1,
     }  # fmt: skip
+    own = MODEL | {"deepspeed": {"zero_stage": zero_stage}}
+    config |= {"actor": own, "critic": own}
     training = Training("ppo", config, ppo_inputs | {"code.environment": world}, tmp_path)
 
     def kill_within(driver, group, pause):
