@@ -24,7 +24,7 @@ from waiting import wait_until
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import serve as module
-from rlhf_pipeline.commands.serve import label, tools_of
+from rlhf_pipeline.commands.serve import label, playing
 from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.kedro_run.artifacts import Ledger
@@ -168,11 +168,11 @@ def test_pairs_come_from_a_file_of_any_format(ledger, tmp_path, monkeypatch, cap
     ]
 
 
-def test_the_tools_of_a_policy_are_those_of_its_training():
+def test_how_a_policy_called_tools_is_known_from_its_training():
     def made(stage, config):
         return SimpleNamespace(stage=stage, made_from={stage: SimpleNamespace(config=config)})
 
-    assert tools_of(made("grpo", {"grpo": {"tools": ["a.py:f"]}})) == ["a.py:f"]
-    sampled = {"rejection": {"sample": {"tools": ["a.py:f", "b:g"]}}, "table": {"round": 1}}
-    assert tools_of(made("rejection", sampled)) == ["a.py:f", "b:g"]
-    assert tools_of(made("dpo", {"dpo": {"beta": 0.1}})) == []
+    given = {"tools": ["a.py:f"], "max_turns": 3}
+    assert playing(made("grpo", {"grpo": given | {"steps": 1}})) == given
+    assert playing(made("rejection", {"rejection": {"sample": given}, "table": {}})) == given
+    assert playing(made("dpo", {"dpo": {"beta": 0.1}})) == {}

@@ -62,6 +62,26 @@ def responses(rollout):
     return [ids[mask].tolist() for ids, mask in rows]
 
 
+@WITH_VLLM
+def test_vllm_transfers_the_weights_of_several_turns_once(engine, contract, world, monkeypatch):
+    """And what it keeps of the first turn does not change the second one."""
+    options = OPTIONS | {"longest": 40}
+    generator, transfers = VLLMGenerator(engine, contract, **options, world=world), []
+    weights = generator._weights
+    monkeypatch.setattr(generator, "_weights", lambda: transfers.append(1) or weights())
+    with generator.same_weights():
+        first = generator.generate(PROMPTS, SAMPLING, SEEDS)
+        longer = [[*a, *b, 7] for a, b in zip(PROMPTS, responses(first), strict=True)]
+        second = generator.generate(longer, SAMPLING, row_seeds(1, 2, np.arange(len(PROMPTS))))
+    assert len(transfers) == 1
+    with torch.no_grad():
+        own = response_logprobs(engine, second.sequences, vocab_size=contract.vocab_size)
+    mask = second.sequences.action_mask
+    torch.testing.assert_close(second.logprobs[mask], own[mask], rtol=0, atol=1e-4)
+    generator.generate(PROMPTS, SAMPLING, SEEDS)
+    assert len(transfers) == 2
+
+
 def most_likely(engine, prompt, contract):
     """The greedy response, by whole forward passes."""
     ids = list(prompt)

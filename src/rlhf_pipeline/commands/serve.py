@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, show_link
+from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.errors import ConfigError, StageError, printable
 from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
 from rlhf_pipeline.runtime.program import LOOPBACK
@@ -51,7 +52,7 @@ def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host
     """
     folder = ledger.language_model(policy).resolve()
     click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
-    if tools := tools_of(ledger.policy(policy)):
+    if tools := playing(ledger.policy(policy)).get("tools"):
         click.echo(f"trained with tools: {', '.join(tools)}; a request lists them as `tools`")
     program = TRANSFORMERS if find_spec("vllm") is None else VLLM
     os.chdir(folder.parent)  # the name of the folder is the name of the model
@@ -68,13 +69,20 @@ def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host
 def chat(
     ledger: Ledger, policy: str, max_tokens: int, temperature: float, seed: int | None
 ) -> None:
-    """Talk to POLICY in the terminal, by `transformers chat`.
+    """Talk to POLICY in the terminal, by `transformers chat`, or by a program that runs the tools
+    of its training.
 
     POLICY is a version or an alias of the registered model, or the folder of an artifact. The
     default is the champion. An answer has at most MAX_TOKENS tokens. Temperature 0 always takes the
     most likely token.
     """
     folder, port = ledger.language_model(policy).resolve(), free_port(None, LOOPBACK)
+    if own := playing(ledger.policy(policy)):
+        own |= {"sampling": {"max_response_tokens": max_tokens, "temperature": temperature}}
+        own |= {"environment": None, "seed": time.time_ns() if seed is None else seed}
+        program = [sys.executable, "-P", "-m", "rlhf_pipeline.episodes.chat"]
+        subprocess.run([*program, str(folder), json.dumps(own)], check=False)
+        return
     seeded = [] if seed is None else [f"--default-seed={seed}"]
     command = serving(TRANSFORMERS, folder, LOOPBACK, port, "--log-level=error", *seeded)
     how = f"do_sample=true temperature={temperature} top_k=0" if temperature else "do_sample=false"
@@ -95,11 +103,13 @@ def chat(
             server.terminate()
 
 
-def tools_of(policy: Policy) -> list[str]:
-    """The tools that the training of a policy could call."""
+def playing(policy: Policy) -> dict[str, Any]:
+    """How the training of a policy called tools, by the fields of `EpisodesConfig`; empty if it
+    called none."""
     config = policy.made_from[policy.stage].config if policy.stage in policy.made_from else {}
     blocks = [block.get("sample", block) for block in config.values() if isinstance(block, dict)]
-    return [tool for block in blocks for tool in block.get("tools") or ()]
+    block: dict[str, Any] = next((each for each in blocks if each.get("tools")), {})
+    return {name: block[name] for name in EpisodesConfig.model_fields if name in block}
 
 
 def serving(program: str, folder: Path, host: str, port: int, *options: str) -> list[str]:

@@ -9,6 +9,7 @@ sampled stays as it is, token by token: no turn is rendered again.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -124,7 +125,8 @@ class Episodes:
 
             partners: list[Partner] = each(begin, tasks, own_seeds)
             try:
-                rollout = self._turns(generator, partners, sampling, seeds, limit, each)
+                with getattr(generator, "same_weights", nullcontext)():
+                    rollout = self._turns(generator, partners, sampling, seeds, limit, each)
                 self._check_failures(partners)
                 if config.repeat == "check":
                     for row in range(0, len(partners), CHECKED):

@@ -45,7 +45,8 @@ class Generator(Protocol):
 
         `prompts` are token ids; rows with equal `prompt_numbers` have the same prompt, which need
         be read only once (`models.sequences.collate`). Responses are in the order of the prompts,
-        each cut after its EOS.
+        each cut after its EOS. A generator may have a context `same_weights`: the policy does not
+        change between the calls within it.
         """
 
 

@@ -85,7 +85,7 @@ class VLLMGenerator:
                 "operators of torch in this process, and training needs their gradients. Fix: "
                 "unset it"
             )
-        self._sleeps = on_gpu()
+        self._sleeps, self._is_awake = on_gpu(), False
         longest = max(longest, PROBED)
         sizes = (ranks * rows, longest, ranks)
         kind = (self._model.config.to_json_string(), contract.vocab_size, PAGE, *sizes)
@@ -135,8 +135,21 @@ class VLLMGenerator:
         return Rollout(sequences, logprobs[:, : sequences.response_ids.shape[1]])
 
     @contextmanager
+    def same_weights(self) -> Iterator[None]:
+        """Calls of `generate` in the block transfer the weights once, and share prefixes."""
+        with self._awake():
+            self._is_awake = True
+            try:
+                yield
+            finally:
+                self._is_awake = False
+
+    @contextmanager
     def _awake(self) -> Iterator[LLMEngine]:
         """The engine with the weights of the policy, and with no key or value of other weights."""
+        if self._is_awake:
+            yield self._engine
+            return
         engine, weights = self._engine, {"weights_iterator": self._weights()}
         if self._sleeps:
             free_memory()  # what torch keeps of the tensors of training
