@@ -124,7 +124,7 @@ SHOWN = {
     "own-data": ("reward_model: finished", "page: file://"),
     "own-reward": ("evaluate: finished", "brief", "page: file://"),
     "grpo": ("grpo: finished", "registry"),
-    "tools": ("grpo: finished", "is the champion", "verified"),
+    "tools": ("grpo: finished", "registry", "verified"),
     "../labelling": ("reward_model: finished", "registry"),
     "compare": ("verified", "second against first", "brief judge", "evaluate_models"),
     "reward-model": ("reward_model: finished", "length_correlation", "I do not know."),
