@@ -158,7 +158,7 @@ def test_generation_stops_at_any_end_like_transformers(name, published, artifact
     assert responses[:known] == generated(whole, prompts[:known], pad_token_id=contract.pad_id)
 
     rows = sequences.rows(torch.tensor([*range(known), 3]))
-    assert ended(rows.response_ids, contract).tolist() == [True] * known + [False]
+    assert ended(rows, contract).tolist() == [True] * known + [False]
 
 
 def test_trained_models_keep_all_ends_and_are_served_with_them(name, artifact, tmp_path):

@@ -4,12 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_pipeline.errors import ConfigError, StageError, install
+from rlhf_pipeline.errors import ConfigError, StageError
 
 try:
     from openenv.core import GenericEnvClient
 except ImportError as error:
-    raise StageError(f"openenv: found {error}. Fix: {install('openenv')}") from None
+    fix = "pip install 'openenv-core>=0.3,<0.4'"
+    raise StageError(f"openenv: found {error}. Fix: {fix}") from None
 
 
 class OpenEnv:
