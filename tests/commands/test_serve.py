@@ -9,7 +9,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pexpect
 import psutil
@@ -28,6 +27,7 @@ from rlhf_pipeline.commands.serve import label, playing
 from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.kedro_run.artifacts import Ledger
+from rlhf_pipeline.runtime.manifest import Manifest
 
 PROJECT = Path(__file__).parents[2]
 SOURCE = {"PYTHONPATH": str(PROJECT / "src")}
@@ -168,11 +168,14 @@ def test_pairs_come_from_a_file_of_any_format(ledger, tmp_path, monkeypatch, cap
     ]
 
 
-def test_how_a_policy_called_tools_is_known_from_its_training():
-    def made(stage, config):
-        return SimpleNamespace(stage=stage, made_from={stage: SimpleNamespace(config=config)})
+def test_how_a_policy_called_tools_is_known_from_its_training(tmp_path):
+    def made(config, **ancestors):
+        records = {name: {"config": one} for name, one in ancestors.items()}
+        Manifest("grpo", "0" * 64, 7, config, {}, {}, {}, {}, ancestors=records).write(tmp_path)
+        return tmp_path
 
     given = {"tools": ["a.py:f"], "max_turns": 3}
-    assert playing(made("grpo", {"grpo": given | {"steps": 1}})) == given
-    assert playing(made("rejection", {"rejection": {"sample": given}, "table": {}})) == given
-    assert playing(made("dpo", {"dpo": {"beta": 0.1}})) == {}
+    assert playing(made({"grpo": given | {"steps": 1}}, sft={"sft": {"epochs": 1}})) == given
+    sample = {"rejection.sample": given, "table": {"round": 1}}
+    assert playing(made({"rejection": {"epochs": 1}}, sample=sample)) == given
+    assert playing(made({"dpo": {"beta": 0.1}, "sft": None})) == {}

@@ -174,6 +174,8 @@ def test_what_surrounds_a_turn_is_known_without_words_alone(tokenizer):
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content + eos_token }}{% endfor %}",
     )
     assert {"<|user|>", "<|system|>"} <= marks(tokenizer)
+    use(tokenizer, CHATML.replace("message.content }}", "message.content | tojson }}"))
+    assert '"' not in marks(tokenizer)
     use(tokenizer, CHATML)
     assert not {"user", "assistant", "system"} & marks(tokenizer)
 

@@ -20,6 +20,7 @@ FORMS = {
     "qwen's coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
     "<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
     "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]',
+    "a list in newer mistral": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2} [0]',
     "newer mistral": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
     "openai": '<tool_call>{"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}</tool_call>',
 }
@@ -38,6 +39,11 @@ def test_a_call_is_read_in_each_common_form(form, tokenizer):
 
 
 def test_several_calls_keep_their_order(tokenizer):
+    mistral = '[TOOL_CALLS]a[ARGS]{"x": [{"y": "[0]"}]}[TOOL_CALLS]b[ARGS]{}'
+    assert calls_in(mistral, tokenizer) == [
+        ToolCall("a", {"x": [{"y": "[0]"}]}),
+        ToolCall("b", {}),
+    ]
     text = FORMS["hermes"] + FORMS["hermes"].replace("add", "sub")
     assert [call.name for call in calls_in(text, tokenizer)] == ["add", "sub"]
 

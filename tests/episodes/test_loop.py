@@ -139,6 +139,12 @@ def test_an_environment_replies_and_rewards(make):
     assert prompts[0].endswith("\n\nHuman: count 3, answer 0\n\nAssistant:")
 
 
+def test_the_last_turn_is_the_answer_although_the_environment_went_on(make):
+    own = make(environment="Countdown", environment_arguments={"turns": 3}, max_turns=1)
+    rollout, _ = play(own, [[" a"], ["whisper"]], count=2)
+    assert [episode.answer for episode in rollout.episodes] == ["a", "whisper"]
+
+
 def test_a_prompt_beyond_its_limit_is_refused(make):
     own = make(tools=ALL, max_prompt_tokens=8)
     with pytest.raises(StageError, match=r"grpo\.max_prompt_tokens: found a prompt of \d+ tokens"):
@@ -244,6 +250,18 @@ def test_a_call_that_the_limits_leave_unanswered_is_no_answer(make):
     short = SAMPLING.model_copy(update={"max_response_tokens": 40})
     rollout, _ = play(make(tools=ALL), [[call("add", a=2, b=5)]], 1, short)
     assert rollout.episodes[0].answer == "" and rollout.episodes[0].is_open
+
+
+def test_a_template_whose_generation_prompt_opens_a_thought_is_taken(make, tokenizer):
+    before = tokenizer.chat_template
+    tokenizer.chat_template = before.replace(
+        "Assistant:' }}{% endif %}", "Assistant: <think>' }}{% endif %}"
+    )
+    try:
+        assert tokenizer.chat_template != before
+        make(tools=ALL)
+    finally:
+        tokenizer.chat_template = before
 
 
 def test_the_check_of_repetition_allows_a_turn_that_was_cut(make):

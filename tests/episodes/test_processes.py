@@ -87,6 +87,10 @@ def test_a_fork_that_a_call_leaves_behind_does_not_answer(hostile):
     episode.close()
 
 
+def test_a_process_of_a_tool_obeys_the_tool():
+    assert server("run").episode((1,)).ask("call", "run", {"seconds": 60}) == "ended"
+
+
 def test_a_gigabyte_of_text_is_cut_in_its_process(hostile):
     patient = server("gigabyte")
     episode = patient.episode((1,))

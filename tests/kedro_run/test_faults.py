@@ -42,8 +42,8 @@ FAULTS = [
      "ppo.environment: found null, expected one, whose reward is asked for. Fix: set it"),
     ("evaluate", {"tools": [f"{__file__}:f"]},
      "evaluate.max_prompt_tokens: found 1024, expected at most the model's 256 positions "
-     "(max_position_embeddings) less sampling.max_response_tokens 64 and one more turn of 64 "
-     "tokens. Fix: use 128, or lower evaluate.max_turn_tokens"),
+     "(max_position_embeddings) less evaluate.sampling.max_response_tokens 64 and one more turn "
+     "of 64 tokens. Fix: use 128, or lower evaluate.sampling.max_response_tokens or evaluate."),
     ("evaluate.judges", [{"environment": "reward"}],
      "evaluate.environment: found null, expected one, whose reward is asked for. Fix: set it"),
     ("seed", -1, "seed: found -1, expected a whole number >= 0"),

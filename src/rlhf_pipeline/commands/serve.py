@@ -21,7 +21,8 @@ from rich.console import Console
 from rlhf_pipeline.commands.command import Command, show_link
 from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.errors import ConfigError, StageError, printable
-from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
+from rlhf_pipeline.kedro_run.artifacts import Ledger
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking.store import (
@@ -52,7 +53,7 @@ def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host
     """
     folder = ledger.language_model(policy).resolve()
     click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
-    if tools := playing(ledger.policy(policy)).get("tools"):
+    if tools := playing(folder).get("tools"):
         click.echo(f"trained with tools: {', '.join(tools)}; a request lists them as `tools`")
     program = TRANSFORMERS if find_spec("vllm") is None else VLLM
     os.chdir(folder.parent)  # the name of the folder is the name of the model
@@ -77,12 +78,11 @@ def chat(
     most likely token.
     """
     folder, port = ledger.language_model(policy).resolve(), free_port(None, LOOPBACK)
-    if own := playing(ledger.policy(policy)):
+    if own := playing(folder):
         own |= {"sampling": {"max_response_tokens": max_tokens, "temperature": temperature}}
         own |= {"environment": None, "seed": time.time_ns() if seed is None else seed}
         program = [sys.executable, "-P", "-m", "rlhf_pipeline.episodes.chat"]
-        subprocess.run([*program, str(folder), json.dumps(own)], check=False)
-        return
+        raise SystemExit(subprocess.call([*program, str(folder), json.dumps(own)]))
     seeded = [] if seed is None else [f"--default-seed={seed}"]
     command = serving(TRANSFORMERS, folder, LOOPBACK, port, "--log-level=error", *seeded)
     how = f"do_sample=true temperature={temperature} top_k=0" if temperature else "do_sample=false"
@@ -103,11 +103,11 @@ def chat(
             server.terminate()
 
 
-def playing(policy: Policy) -> dict[str, Any]:
+def playing(policy: Path) -> dict[str, Any]:
     """How the training of a policy called tools, by the fields of `EpisodesConfig`; empty if it
     called none."""
-    config = policy.made_from[policy.stage].config if policy.stage in policy.made_from else {}
-    blocks = [block.get("sample", block) for block in config.values() if isinstance(block, dict)]
+    lineage = Manifest.read(policy).lineage  # a policy that samples first was made from the sample
+    blocks = [block for record in lineage for block in record["config"].values() if block]
     block: dict[str, Any] = next((each for each in blocks if each.get("tools")), {})
     return {name: block[name] for name in EpisodesConfig.model_fields if name in block}
 

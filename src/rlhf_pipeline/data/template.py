@@ -201,7 +201,9 @@ def role_marks(reader: Reader) -> set[str]:
         with suppress(ArtifactError):  # the template does not know the role there
             text = render_replies(reader, [{"role": role, "content": "TEXT"}])
             parts = [each for part in text.split("TEXT") for each in control.split(part)]
-            marks |= {part.strip(" ") for part in parts if not part.strip().isalpha()}
+            # Words alone are names of roles, and signs alone quote a text.
+            named = (part for part in parts if re.search(r"\w", part))
+            marks |= {part.strip(" ") for part in named if not part.strip().isalpha()}
             marks |= {tag for part in parts for tag in _TAG.findall(part)}
     return {mark for mark in marks if mark.strip()}
 

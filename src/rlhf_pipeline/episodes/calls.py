@@ -24,7 +24,7 @@ class Malformed(NamedTuple):
 _MARKED = re.compile(  # Hermes and Qwen; Qwen's coder, and Llama 3.1's functions; Mistral
     r"<tool_call>(?P<hermes>.*?)(?:</tool_call>|\Z)"
     r"|<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>|\Z)"
-    r"|\[TOOL_CALLS\]\s*(?:(?P<mistral>[\w.-]+)\[ARGS\])?(?P<list>[^[]*(?:\[\{.*)?)",
+    r"|\[TOOL_CALLS\]\s*(?:(?P<mistral>[\w.-]+)\[ARGS\])?(?P<list>.*?)(?=\[TOOL_CALLS\]|\Z)",
     re.DOTALL,
 )
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)

@@ -21,6 +21,7 @@ from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.data.tokenization import encode
 from rlhf_pipeline.episodes.partner import Cleaner, Partner
 from rlhf_pipeline.episodes.processes import Server
+from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.generation.generator import Generator
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer, saved_precision
@@ -72,7 +73,10 @@ def main(folder: Path, given: dict[str, Any]) -> None:
     policy = load_policy(folder, saved_precision(folder) or "fp32").eval()
     generator = TransformersGenerator(policy, contract)
     with suppress(EOFError, KeyboardInterrupt):
-        talk(generator, reader, EpisodesConfig(**given), sampling, seed, lambda: input("You: "))
+        try:
+            talk(generator, reader, EpisodesConfig(**given), sampling, seed, lambda: input("You: "))
+        except PipelineError as error:
+            sys.exit(f"Error: {error.message}")
 
 
 if __name__ == "__main__":

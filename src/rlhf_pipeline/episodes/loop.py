@@ -81,8 +81,10 @@ class Episodes:
         turn = {"role": "assistant", "content": "", "tool_calls": [called]}
         (prompt,) = render_prompts(tokenizer, ["a prompt with tools"], [asked])
         (whole,) = render_dialogues(tokenizer, ["a call"], [[*asked, turn]])
+        plain = tokenizer, ["a prompt"], [asked]  # a generation prompt may open a thought
         ends = tokenizer.convert_ids_to_tokens(list(self._reader.contract.eos_ids))
-        said = any_of(ends).split(whole.removeprefix(prompt))[0]
+        (before,) = [prompt] if whole.startswith(prompt) else render_dialogues(*plain)
+        said = any_of(ends).split(whole.removeprefix(before))[0]
         if name in said and calls_in(said, tokenizer, prompt) != [ToolCall(**function)]:
             raise StageError(
                 f"{self._place}.tools: found a chat template that writes a call as {said!r}, "
@@ -231,7 +233,7 @@ class Episodes:
 
     def _check_repeat(self, first: Partner, second: Partner) -> None:
         try:
-            for text in first.texts:
+            for second.asked, text in first.texts:
                 second.reply(text)
         finally:
             second.close()

@@ -51,7 +51,7 @@ class Episode:
     @property
     def answer(self) -> str:
         """The last turn of the policy; empty if it is a call, which the limits left unanswered."""
-        said = [one for one in self.messages if one["role"] != "user"]
+        said = [one for one in self.messages if one["role"] in ("assistant", "tool")]
         is_last = bool(said) and said[-1]["role"] == "assistant" and not self.is_open
         return str(said[-1]["content"]) if is_last else ""
 
@@ -115,8 +115,9 @@ class Partner:
         self._process: EpisodeProcess | None = None
         self._lost = False
         self._tools = {schema["function"]["name"] for schema in server.schemas()}
-        self.texts: list[str] = []
-        """The turns of the policy that got a reply or ended, with special tokens."""
+        self.texts: list[tuple[str, str]] = []
+        """The turns of the policy that got a reply or ended, with special tokens, each after the
+        text before it."""
         self.replied = 0
         """The messages without a last turn that was cut."""
         self.asked = ""
@@ -135,7 +136,7 @@ class Partner:
 
     def reply(self, text: str) -> Conversation | None:
         """What tools or environment reply to a turn; None: the episode ends with it."""
-        self.texts.append(text)
+        self.texts.append((self.asked, text))
         plain = self._said(text)
         if calls := self._calls(text):
             replies: Conversation | None = [*map(self._called, calls, count())]

@@ -189,6 +189,9 @@ def serve() -> None:
                 if (child := os.fork()) == 0:
                     os.setsid()
                     _dies_with_parent()
+                    # What a tool forks obeys its signals, also those that come at once.
+                    block, free = (partial(_mask, how) for how in ("BLOCK", "UNBLOCK"))
+                    os.register_at_fork(before=block, after_in_parent=free, after_in_child=_obey)
                     pipe.close()
                     _play(Connection(descriptor), functions, make, arguments)
                     os._exit(0)
@@ -201,6 +204,16 @@ def serve() -> None:
                     with suppress(ProcessLookupError):
                         kill(ended, signal.SIGKILL)
                 os.waitpid(ended, 0)
+
+
+def _mask(how: str) -> None:
+    signal.pthread_sigmask(getattr(signal, f"SIG_{how}"), (signal.SIGTERM, signal.SIGINT))
+
+
+def _obey() -> None:
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, signal.SIG_DFL)
+    _mask("UNBLOCK")
 
 
 def _dies_with_parent() -> None:

@@ -87,7 +87,10 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
             faults += episode_faults(place, episodes, tasks, workspace)
     if is_judged:
         judges = {f"evaluate.judges.{index}": one for index, one in enumerate(evaluate.judges)}
-        faults += scorer_faults(judges, rows, every, blocks, workspace)
+        judging = [evaluate.with_episodes_of(one) for one in policies if one.stage in nodes]
+        playing = next((one for one in judging if one.has_turns), evaluate)
+        own = {**blocks, "evaluate": playing}
+        faults += scorer_faults(judges, rows, every, own, workspace)
         judge = evaluate.judge_model
         if judge is not None and judge.path is not None:
             faults += careful_faults(read(CAREFUL, judge.source), ranks)

@@ -161,20 +161,25 @@ def length_faults(
         for place, block in answering.items()
     }
     prompt = split.max_prompt_tokens
-    turns = [(one.sampler, one.episodes, one.sampling) for one in policies]
-    for judging in [evaluate, *map(evaluate.with_episodes_of, policies)]:
-        turns.append(("evaluate", judging.episodes, evaluate.sampling))
-    for place, own, sampling in turns:
+    turns = [(one.sampler, one.sampler, one.episodes, one.sampling) for one in policies]
+    for policy in policies:  # the evaluation plays as the policy, or as it says itself
+        place = "evaluate" if evaluate.has_turns else policy.sampler
+        own = evaluate.with_episodes_of(policy).episodes
+        turns.append((place, "evaluate", own, evaluate.sampling))
+    lines = []
+    for place, sampled, own, sampling in turns:
         found, whole = own.max_prompt_tokens, sampling.max_response_tokens
         turn = own.longest_prompt(sampling) - found
         if own.has_turns and found + whole + turn > positions:
-            room = positions - whole - turn
-            fix = f"use {room}" if room > 0 else f"lower {place}.sampling.max_response_tokens"
-            yield (
+            fix = f"lower {sampled}.sampling.max_response_tokens or {place}.max_turn_tokens"
+            if (room := positions - whole - turn) > 0:
+                fix = f"use {room}, or {fix}"
+            lines.append(
                 f"{place}.max_prompt_tokens: found {found}, expected at most {model} less "
-                f"sampling.max_response_tokens {whole} and one more turn of {turn} tokens. Fix: "
-                f"{fix}, or lower {place}.max_turn_tokens"
+                f"{sampled}.sampling.max_response_tokens {whole} and one more turn of {turn} "
+                f"tokens. Fix: {fix}"
             )
+    yield from dict.fromkeys(lines)
     for place, response in responses.items():
         if prompt + response > positions > prompt:
             yield (
