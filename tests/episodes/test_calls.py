@@ -86,13 +86,17 @@ def test_no_text_breaks_the_reading(text):
         assert isinstance(call, ToolCall | Malformed)
 
 
-def test_a_response_template_reads_its_own_form(tokenizer):
+def test_a_response_template_reads_its_own_form_after_the_prompt(tokenizer):
     own = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    called = {"open": ["@@"], "close": ["%%"], "content": "json", "repeats": True}
     own.response_template = {
         "defaults": {"role": "assistant"},
-        "fields": {
-            "content": {"close": ["@@"], "content": "text"},
-        },
+        "start_anchor": "Assistant:",
+        "fields": {"tool_calls": called, "content": {"content": "text"}},
     }
-    found = calls_in("@@add", own)
-    assert found == [] or isinstance(found[0], Malformed)
+    prompt = "\n\nHuman: Add.\n\nAssistant:"
+    text = 'So. @@{"name": "add", "arguments": {"a": 1, "b": 2}}%%'
+    assert calls_in(text, own, prompt) == [ADD]
+    assert calls_in(FORMS["hermes"], own, prompt) == []  # its own form alone
+    (found,) = calls_in("@@{broken%%", own, prompt)
+    assert isinstance(found, Malformed) and "JSON" in found.reason
