@@ -175,6 +175,9 @@ def test_how_a_policy_called_tools_is_known_from_its_training(tmp_path):
         return tmp_path
 
     given = {"tools": ["a.py:f"], "max_turns": 3}
+    (tmp_path / "ema").mkdir()
+    made({"grpo": given})
+    assert playing(tmp_path / "ema") == given  # the average has no manifest of its own
     assert playing(made({"grpo": given | {"steps": 1}}, sft={"sft": {"epochs": 1}})) == given
     sample = {"rejection.sample": given, "table": {"round": 1}}
     assert playing(made({"rejection": {"epochs": 1}}, sample=sample)) == given

@@ -22,7 +22,7 @@ from rlhf_pipeline.commands.command import Command, show_link
 from rlhf_pipeline.config.episodes import EpisodesConfig
 from rlhf_pipeline.errors import ConfigError, StageError, printable
 from rlhf_pipeline.kedro_run.artifacts import Ledger
-from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
 from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking.store import (
@@ -106,7 +106,8 @@ def chat(
 def playing(policy: Path) -> dict[str, Any]:
     """How the training of a policy called tools, by the fields of `EpisodesConfig`; empty if it
     called none."""
-    lineage = Manifest.read(policy).lineage  # a policy that samples first was made from the sample
+    # The average of weights lies inside of the artifact; the lineage also has the stage sample.
+    lineage = Manifest.read(artifact_of(policy) or policy).lineage
     blocks = [block for record in lineage for block in record["config"].values() if block]
     block: dict[str, Any] = next((each for each in blocks if each.get("tools")), {})
     return {name: block[name] for name in EpisodesConfig.model_fields if name in block}

@@ -26,6 +26,8 @@ from pydantic_core import core_schema
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.errors import ConfigError, suggestion
 
+CODE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
+"""`FILE.py:NAME`, or a `PLACE`."""
 PLACE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 

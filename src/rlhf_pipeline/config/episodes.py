@@ -1,19 +1,17 @@
 """Answers over several turns, with tools or in an environment (docs/tools.md)."""
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
-from rlhf_pipeline.config.doors import ENVIRONMENT, source_file
+from rlhf_pipeline.config.doors import CODE, ENVIRONMENT, source_file
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.errors import ConfigError
 
 CODE_PREFIX = "code."
 """Inputs of a stage: the source file of `grpo.tools.0` is `code.tools.0`."""
-_FUNCTION = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
 
 class EpisodesConfig(Block):
@@ -27,22 +25,24 @@ class EpisodesConfig(Block):
     """What answers the policy: `FILE.py:CLASS`, `PACKAGE.MODULE:CLASS`, or the name of an installed
     one, such as verifiers and openenv. None: a turn without a call is the last one."""
     environment_arguments: dict[str, Any] = Field(default={})
-    """What an environment gets if it has a parameter of this name."""
+    """Arguments of the environment: each for a parameter of its name, and all of them for a
+    parameter `environment_arguments`."""
     max_turns: PositiveInt = 8
-    """Most turns of the policy. An episode that goes on then counts as cut."""
+    """Largest number of turns of the policy. An episode that has not ended by then counts as
+    cut."""
     max_turn_tokens: PositiveInt | None = None
-    """Most tokens of one turn, and of one reply to it. None: `sampling.max_response_tokens`, the
-    limit of all turns and replies together."""
+    """Largest number of tokens of a turn, and of a reply to it. None:
+    `sampling.max_response_tokens`, the limit of all turns and replies together."""
     max_prompt_tokens: PositiveInt = 1024
-    """Most tokens of the prompt of an episode, with the descriptions of the tools."""
+    """Largest number of tokens of an episode's prompt, with the descriptions of the tools."""
     tool_timeout_s: PositiveFloat = operational(30.0)
     """Longest call of a tool, or step of an environment, in seconds."""
     tool_processes: PositiveInt = operational(16)
     """Calls that each rank waits for at the same time."""
     max_failed_calls: float = Field(default=0.9, ge=0, le=1)
-    """Share of a rollout's calls from which failures end the stage: exceptions, calls over the time
-    limit, and processes that ended. A malformed call, or one of an unknown tool, is the policy's
-    own fault: it is counted apart, and ends nothing."""
+    """Largest share of a rollout's calls that may fail before the stage ends: by exceptions, over
+    the time limit, or by the end of their process. A malformed call, or one of an unknown tool, is
+    the policy's own fault: it is counted apart, and ends nothing."""
     repeat: Literal["check"] | None = operational(None)
     """check: give one of eight episodes' turns to tools and environment once more, and end the
     stage if they reply differently. None: they may depend on time, network and chance."""
@@ -52,7 +52,7 @@ class EpisodesConfig(Block):
     def _functions(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
         names = [tool.rpartition(":")[2] for tool in tools]
         for tool, name in zip(tools, names, strict=True):
-            if not _FUNCTION.fullmatch(tool):
+            if not CODE.fullmatch(tool):
                 raise ValueError(f"found {tool!r}, expected FILE.py:FUNCTION or MODULE:FUNCTION")
             if names.count(name) > 1:
                 raise ValueError(f"found two functions {name!r}. Fix: rename one of them")

@@ -25,7 +25,7 @@ from pydantic import (
 
 from rlhf_pipeline.config.base_model import TEMPLATE_DATE, saved_config
 from rlhf_pipeline.config.block import Block, Precision, operational
-from rlhf_pipeline.config.doors import Door, parameters
+from rlhf_pipeline.config.doors import CODE, Door, parameters
 from rlhf_pipeline.errors import ConfigError
 
 INPUT_PREFIX = "rewards."
@@ -43,7 +43,6 @@ _SECRET = re.compile(
     r"(\w*keys?|(\w*_)?(token|secret|password|auth|authorization|headers?))"
 )
 """The name of a field with a secret."""
-_CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
 
 class RewardSource(Block):
@@ -91,7 +90,7 @@ class CallableReward(RewardSource):
     @classmethod
     def _has_function(cls, value: str) -> str:
         place = REWARD.names().get(value, value) if ":" not in value else value
-        if not _CALLABLE.fullmatch(place):
+        if not CODE.fullmatch(place):
             raise ValueError("expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
         return place
 

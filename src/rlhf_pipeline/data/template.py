@@ -184,7 +184,7 @@ def render_replies(
     dialogue = [first | ({"tools": tools} if tools else {}), turn, *replies]
     (text,) = render_prompts(reader.tokenizer, ["a reply"], [dialogue])
     tokens = reader.tokenizer.convert_ids_to_tokens(list(reader.contract.eos_ids))
-    found = re.compile("|".join(map(re.escape, tokens))).search(text, text.rfind(mark))
+    found = any_of(tokens).search(text, text.rfind(mark))
     if mark not in text or found is None:
         raise ArtifactError(
             f"the tokenizer's chat template renders {text!r}, expected {' or '.join(tokens)} after "

@@ -66,7 +66,6 @@ class Episodes:
             job.expect_unchanged(CODE_PREFIX + name, file)
             code[name] = f"{file}:{own}" if location.endswith(".py") else given
         self._server = Server(place, code, config.environment_arguments, config.tool_timeout_s)
-
         self._check_template()
 
     def _check_template(self) -> None:
@@ -110,9 +109,7 @@ class Episodes:
         """
         config, limit = self._config, self._config.max_turn_tokens or sampling.max_response_tokens
         own_seeds = [(*shared, number) for number in rows["prompt_number"]]
-        columns = {"messages": rows["messages"], "reference": rows["reference"]} | further_columns(
-            rows
-        )
+        columns = {name: rows[name] for name in ("messages", "reference")} | further_columns(rows)
         numbers = range(len(seeds))
         tasks = [{name: column[i] for name, column in columns.items()} for i in numbers]
         begin = partial(Partner, self._server, config, self._reader, self._clean, limit)

@@ -6,7 +6,6 @@ module, so it imports no torch.
 """
 
 import asyncio
-import ctypes
 import inspect
 import json
 import os
@@ -23,13 +22,13 @@ from functools import partial
 from math import ceil
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
-from subprocess import DEVNULL, Popen
+from subprocess import Popen
 from threading import Lock
 from types import ModuleType
 from typing import Any
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.user_code import loaded
+from rlhf_pipeline.runtime.user_code import end_with_parent, live_beside, loaded, start_beside
 
 _PROGRAM = "from rlhf_pipeline.episodes.processes import serve; serve()"
 LOAD_S = 120.0
@@ -64,11 +63,7 @@ class Server:
         timeout_s: float,
     ) -> None:
         self.timeout_s, self._lock = timeout_s, Lock()
-        self._pipe, theirs = Pipe()
-        with theirs:
-            command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
-            how: Any = {"pass_fds": [theirs.fileno()], "start_new_session": True}
-            self._process = Popen(command, stdin=DEVNULL, **how)
+        self._process, self._pipe = start_beside(_PROGRAM)
         tools = {name: [f"{place}.{name}", *one.rsplit(":", 1)] for name, one in code.items()}
         environment = tools.pop("environment", None)
         own = [*tools.values()], environment, arguments
@@ -167,9 +162,7 @@ def _received(pipe: Connection, limit_s: float, what: str) -> dict[str, Any]:
 
 def serve() -> None:
     """The program of the server."""
-    _dies_with_parent()
-    for number in signal.SIGTERM, signal.SIGINT:  # of a scheduler: the rank decides when it ends
-        signal.signal(number, lambda *_: None)
+    live_beside()
     pipe, children = Connection(int(sys.argv[1])), set[int]()
     sys.path, tools, environment, arguments = json.loads(pipe.recv_bytes())
     try:
@@ -188,7 +181,7 @@ def serve() -> None:
                 descriptor = reduction.recv_handle(pipe)
                 if (child := os.fork()) == 0:
                     os.setsid()
-                    _dies_with_parent()
+                    end_with_parent()
                     # What a tool forks obeys its signals, also those that come at once.
                     block, free = (partial(_mask, how) for how in ("BLOCK", "UNBLOCK"))
                     os.register_at_fork(before=block, after_in_parent=free, after_in_child=_obey)
@@ -214,11 +207,6 @@ def _obey() -> None:
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, signal.SIG_DFL)
     _mask("UNBLOCK")
-
-
-def _dies_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG
 
 
 def _schemas(functions: Mapping[str, Callable[..., Any]], places: Sequence[str]) -> list[Any]:

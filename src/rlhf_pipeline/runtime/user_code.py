@@ -1,12 +1,18 @@
-"""How code of the user is imported, by a file or by a module."""
+"""How code of the user is imported, by a file or by a module, and how programs beside a rank, which
+run it, start and live."""
 
+import ctypes
 import importlib
 import importlib.util
 import inspect
+import signal
 import sys
 import zlib
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from types import ModuleType
 from typing import Any
 
@@ -50,3 +56,28 @@ def _module(location: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
+
+
+def start_beside(program: str) -> tuple["Popen[bytes]", Connection]:
+    """Start a program in Python code, in a session of its own; its process, and the rank's end of a
+    pipe. The program gets the descriptor of its own end as its argument."""
+    ours, theirs = Pipe()
+    with theirs:
+        # A program of its own: no fork survives the threads and devices of a rank.
+        command = [sys.executable, "-P", "-c", program, str(theirs.fileno())]
+        how: Any = {"pass_fds": [theirs.fileno()], "start_new_session": True}
+        return Popen(command, stdin=DEVNULL, **how), ours
+
+
+def live_beside() -> None:
+    """Let this program end with the process that has started it, and not by a scheduler's signals:
+    the rank decides when it ends."""
+    end_with_parent()
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, lambda *_: None)
+
+
+def end_with_parent() -> None:
+    """Let this process end when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG

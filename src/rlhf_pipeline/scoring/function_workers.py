@@ -4,7 +4,6 @@ The processes import this module, so it imports no torch.
 """
 
 import asyncio
-import ctypes
 import inspect
 import math
 import os
@@ -16,15 +15,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import Queue
-from subprocess import DEVNULL, Popen
 from typing import Any, NamedTuple
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.user_code import loaded
+from rlhf_pipeline.runtime.user_code import live_beside, loaded, start_beside
 
 _PROGRAM = "from rlhf_pipeline.scoring.function_workers import work; work()"
 LONGEST_TEXT = 2000  # characters of a fault
@@ -180,12 +177,7 @@ class _Worker:
     """A process that calls the function, and the rank's end of its pipe."""
 
     def __init__(self, *function: str) -> None:
-        self.pipe, theirs = Pipe()
-        with theirs:
-            # A program of its own: no fork survives the threads and devices of a rank.
-            command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
-            how: Any = {"pass_fds": [theirs.fileno()], "start_new_session": True}
-            self.process = Popen(command, stdin=DEVNULL, **how)
+        self.process, self.pipe = start_beside(_PROGRAM)
         self.pipe.send((sys.path, function))
 
     def receive(self, limit_s: float | None) -> Any:
@@ -204,10 +196,7 @@ class _Worker:
 def work() -> None:
     """The program of a process: for each call, it sends None when it is ready, and then the number
     or a fault: objects and errors of the user may not survive the way back."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the rank
-    for number in signal.SIGTERM, signal.SIGINT:  # of a scheduler: the rank decides when it ends
-        signal.signal(number, lambda *_: None)
+    live_beside()
     pipe, own = Connection(int(sys.argv[1])), os.getpid()
     with suppress(EOFError):  # the rank has ended
         sys.path, (place, location, name) = pipe.recv()
